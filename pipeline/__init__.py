@@ -1,0 +1,1 @@
+"""One stage of the ring: slot table, stage core, layer blocks, and the daemon around them."""

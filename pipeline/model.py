@@ -1,0 +1,151 @@
+"""Owns the StageModel protocol, and the ToyModel whose answer is a hash of the KV it really holds.
+
+Knows frames and bytes only; the torch block is pipeline.torch_model. The ToyModel is what the tests
+and the simulator run: a stale, missing or foreign row anywhere in [0, position] changes its token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Protocol
+
+from transport.frame import Result, Segment, Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a stage says of its block in a roll call.
+
+    layers: [first, last) of layers_total. fingerprint: of the whole model, its precision and its
+    kernels (equal on every stage of a ring). capacity: rows per slot. kernel: how exact mode is
+    kept, in words ("off" where it is not).
+    """
+
+    layers: tuple[int, int]
+    layers_total: int
+    fingerprint: bytes
+    slots: int
+    capacity: int
+    vocabulary: int
+    kernel: str
+
+    @property
+    def head(self) -> bool:
+        """True for the stage that embeds token ids."""
+        return self.layers[0] == 0
+
+    @property
+    def tail(self) -> bool:
+        """True for the stage that picks tokens."""
+        return self.layers[1] == self.layers_total
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a forward made: the block's activations, or at the tail one Result per segment."""
+
+    payload: Tensor | None
+    results: tuple[Result, ...] = ()
+
+
+class StageModel(Protocol):
+    """One contiguous block of layers with a static KV buffer for each slot."""
+
+    @property
+    def info(self) -> ModelInfo:
+        """What this block is; constant after construction."""
+
+    def forward(self, segments: Sequence[Segment], payload: Tensor | None) -> Output:
+        """Run all segments' tokens through the block and write their KV rows.
+
+        payload: None at the head, else [tokens, hidden] for the segments' tokens in order. The
+        caller has checked slots, ranges and prefixes. Segments of one frame touch different slots.
+        """
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copy KV rows [0, length) of slot `source` over those of slot `target`."""
+
+
+ROW_BYTES = 8  # of the toy's activations and of its KV rows
+TOY_FINGERPRINT = b"kvring-toy-1"
+
+
+class ToyModel:
+    """Hash-chained toy block: answers depend on every KV row that is physically in the slot.
+
+    A layer writes row p := H(layer, x[p]) and outputs y[p] := H(row 0, ..., row p), all read back
+    from the slot's buffer. The tail's token is y[p] mod vocabulary, so that one wrong row gives
+    another token with probability 1 - 1/vocabulary. Activations are uint8 [tokens, 8].
+    """
+
+    def __init__(
+        self,
+        layers: tuple[int, int],
+        layers_total: int,
+        *,
+        slots: int = 4,
+        capacity: int = 512,
+        vocabulary: int = 256,
+        fingerprint: bytes = TOY_FINGERPRINT,
+    ) -> None:
+        self._info = ModelInfo(
+            layers, layers_total, fingerprint, slots, capacity, vocabulary, "toy"
+        )
+        self._rows = [
+            [bytearray(capacity * ROW_BYTES) for _ in range(slots)] for _ in range(*layers)
+        ]
+
+    @property
+    def info(self) -> ModelInfo:
+        """See StageModel."""
+        return self._info
+
+    def forward(self, segments: Sequence[Segment], payload: Tensor | None) -> Output:
+        """See StageModel. Cost: one hash over all earlier rows per token and layer."""
+        outputs: list[bytes] = []
+        results: list[Result] = []
+        at = 0
+        for segment in segments:
+            count = len(segment.tokens)
+            if payload is None:
+                rows = [token.to_bytes(ROW_BYTES, "little") for token in segment.tokens]
+            else:
+                data = memoryview(payload.data)[at * ROW_BYTES : (at + count) * ROW_BYTES]
+                rows = [bytes(data[i : i + ROW_BYTES]) for i in range(0, len(data), ROW_BYTES)]
+            at += count
+            for offset, buffers in enumerate(self._rows):
+                rows = self._layer(self._info.layers[0] + offset, buffers[segment.slot], segment, rows)
+            outputs.extend(rows)
+            if self._info.tail:
+                results.append(self._pick(segment, rows))
+        if self._info.tail:
+            return Output(None, tuple(results))
+        return Output(Tensor("uint8", (len(outputs), ROW_BYTES), b"".join(outputs)))
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """See StageModel."""
+        for buffers in self._rows:
+            buffers[target][: length * ROW_BYTES] = buffers[source][: length * ROW_BYTES]
+
+    def _layer(
+        self, layer: int, buffer: bytearray, segment: Segment, rows: Sequence[bytes]
+    ) -> list[bytes]:
+        out: list[bytes] = []
+        tag = layer.to_bytes(4, "little")
+        for position, row in enumerate(rows, segment.start):
+            end = (position + 1) * ROW_BYTES
+            buffer[end - ROW_BYTES : end] = _digest(tag + row)
+            out.append(_digest(memoryview(buffer)[:end]))
+        return out
+
+    def _pick(self, segment: Segment, rows: Sequence[bytes]) -> Result:
+        wanted = rows[len(rows) - segment.want :]
+        tokens = tuple(int.from_bytes(row, "little") % self._info.vocabulary for row in wanted)
+        logprobs = (0.0,) * len(tokens) if segment.sampling.logprobs is not None else ()
+        return Result(segment.turn, segment.slot, segment.end - segment.want, tokens, logprobs)
+
+
+def _digest(data: bytes | memoryview) -> bytes:
+    return blake2b(data, digest_size=ROW_BYTES).digest()

@@ -1,0 +1,121 @@
+"""Owns the prefix-hash chain: token ids of one sequence and the hash of every prefix of them.
+
+Both sides of the ring compute it and must agree to the byte, so it lives beside the frames: a stage
+keeps one chain per slot, the coordinator one per turn and one per resident prefix. Knows no model,
+no slot and no turn.
+
+h[-1] = root = H(fingerprint, salt), h[p] = H(h[p-1], token[p]); H is BLAKE2b cut to 16 bytes
+(a cryptographic hash, so a client cannot choose two prompts that collide).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from struct import Struct, pack, unpack
+
+DIGEST_BYTES = 16
+TOKEN_BYTES = 4
+_TOKEN = Struct("<I")
+_LENGTH = Struct("<Q")
+
+
+def root_hash(fingerprint: bytes, salt: bytes) -> bytes:
+    """The hash of the empty prefix for one model and one tenant, 16 bytes.
+
+    Both parts are length-prefixed: ("ab", "c") and ("a", "bc") are different roots.
+    """
+    state = blake2b(digest_size=DIGEST_BYTES)
+    for part in (fingerprint, salt):
+        state.update(_LENGTH.pack(len(part)))
+        state.update(part)
+    return state.digest()
+
+
+class Chain:
+    """Token ids [0, len) of one sequence with the hash of each prefix; 20 bytes per token."""
+
+    __slots__ = ("_digests", "_tokens", "root")
+
+    def __init__(self, root: bytes, tokens: Iterable[int] = ()) -> None:
+        assert len(root) == DIGEST_BYTES, root
+        self.root = root
+        self._tokens = bytearray()
+        self._digests = bytearray()
+        self.extend(tokens)
+
+    def __len__(self) -> int:
+        return len(self._tokens) // TOKEN_BYTES
+
+    def __repr__(self) -> str:
+        return f"Chain({len(self)} tokens, {self.hash_before(len(self)).hex()[:8]})"
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Append token ids (each in [0, 2**32))."""
+        digest = self.hash_before(len(self))
+        for token in tokens:
+            packed = _TOKEN.pack(token)
+            digest = blake2b(digest + packed, digest_size=DIGEST_BYTES).digest()
+            self._tokens += packed
+            self._digests += digest
+
+    def extend_from(self, other: Chain, end: int) -> None:
+        """Append other's tokens [len(self), end) without hashing them again.
+
+        Right only where both agree up to len(self); that is asserted.
+        """
+        start = len(self)
+        assert start <= end <= len(other), (start, end, len(other))
+        assert self.hash_before(start) == other.hash_before(start), (self, other, start)
+        self._tokens += other._tokens[start * TOKEN_BYTES : end * TOKEN_BYTES]
+        self._digests += other._digests[start * DIGEST_BYTES : end * DIGEST_BYTES]
+
+    def truncate(self, length: int) -> None:
+        """Drop everything at or after `length`; a no-op when the chain is not longer."""
+        del self._tokens[length * TOKEN_BYTES :]
+        del self._digests[length * DIGEST_BYTES :]
+
+    def hash_before(self, position: int) -> bytes:
+        """h[position - 1], the hash of tokens [0, position); the root for position 0."""
+        if position == 0:
+            return self.root
+        end = position * DIGEST_BYTES
+        assert end <= len(self._digests), (position, len(self))
+        return bytes(self._digests[end - DIGEST_BYTES : end])
+
+    def tokens(self, start: int = 0, end: int | None = None) -> tuple[int, ...]:
+        """Token ids [start, end) as a tuple."""
+        stop = len(self._tokens) if end is None else end * TOKEN_BYTES
+        return unpack_tokens(self._tokens[start * TOKEN_BYTES : stop])
+
+    def common(self, packed: bytes | bytearray, root: bytes) -> int:
+        """Length of the longest common prefix with packed token ids (see `pack_tokens`).
+
+        0 under another root. Binary search over memory compares: about 1 us per 8,000 tokens.
+        """
+        if root != self.root:
+            return 0
+        mine, theirs = self._tokens, packed  # slices are copied and compared by memcmp
+        low, high = 0, min(len(mine), len(theirs)) // TOKEN_BYTES
+        while low < high:
+            middle = (low + high + 1) // 2
+            first, last = low * TOKEN_BYTES, middle * TOKEN_BYTES
+            if mine[first:last] == theirs[first:last]:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def packed(self) -> bytes:
+        """The token ids as uint32, little endian."""
+        return bytes(self._tokens)
+
+
+def pack_tokens(tokens: Sequence[int]) -> bytes:
+    """Token ids as uint32, little endian."""
+    return pack(f"<{len(tokens)}I", *tokens)
+
+
+def unpack_tokens(packed: bytes | bytearray | memoryview) -> tuple[int, ...]:
+    """The reverse of `pack_tokens`; len(packed) must be a multiple of 4."""
+    return unpack(f"<{len(packed) // TOKEN_BYTES}I", packed)

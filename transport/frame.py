@@ -1,0 +1,324 @@
+"""Owns the frames: what travels on a link or into a core. transport.codec turns them into bytes.
+
+Knows no socket, no model and no policy. Local inputs of a core (Submit, Tick, ...) are frames too,
+so that a frame log can hold everything a core was told. See docs/frames.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeAlias
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+
+class FrameError(ValueError):
+    """The peer (or the file) sent something that is not a frame. Count it, drop it, carry on."""
+
+
+class Kind(StrEnum):
+    """What a segment is for; the stages treat both alike."""
+
+    PREFILL = "prefill"
+    VERIFY = "verify"
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """An opaque activation buffer: dtype name, shape, and its bytes (row-major).
+
+    len(data) == product(shape) * itemsize(dtype); checked when decoded.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the tail picks a token from one row of logits; a function of (logits, seed, position).
+
+    temperature 0 is greedy (ties to the lowest id). logprobs: None for none, n for the chosen
+    token's log probability and the n most likely ones.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    logprobs: int | None = None
+
+
+GREEDY = Sampling()
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive tokens of one turn, written to rows [start, start + len(tokens)) of one slot.
+
+    parent_hash is h[start - 1] of the slot's chain (transport.chain); at start 0 it is the root of
+    the model's fingerprint and `salt`. want: how many trailing positions need a verdict.
+    """
+
+    turn: int
+    slot: int
+    start: int
+    tokens: tuple[int, ...]
+    kind: Kind
+    parent_hash: bytes
+    want: int
+    sampling: Sampling = GREEDY
+    salt: bytes = b""
+
+    @property
+    def end(self) -> int:
+        """First row after the segment."""
+        return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One stage's share of one Run, in microseconds: waiting in the core, then computing."""
+
+    stage: str
+    wait_us: int
+    forward_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The compute frame: segments in order, and the activations of all their tokens.
+
+    payload is None on the first link (the head embeds), else [tokens, hidden] in segment order.
+    """
+
+    ring: str
+    epoch: int
+    seq: int
+    segments: tuple[Segment, ...]
+    payload: Tensor | None = None
+    timings: tuple[Timing, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The tail's answer for one segment: the next token after each wanted position.
+
+    start: the first wanted position (a Segment's start + len(tokens) - want). logprobs: the chosen
+    tokens' natural-log probabilities, as long as tokens, or empty. top: per position the most
+    likely (token, logprob), best first, or empty.
+    """
+
+    turn: int
+    slot: int
+    start: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...] = ()
+    top: tuple[tuple[tuple[int, float], ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """tail -> coordinator: exactly one for each Run, one Result per segment that was not refused."""
+
+    ring: str
+    epoch: int
+    seq: int
+    results: tuple[Result, ...]
+    timings: tuple[Timing, ...]
+
+
+class Refusal(StrEnum):
+    """Why a stage refused: codes of a Reject."""
+
+    EPOCH = "epoch"  # the stage is in another epoch (it restarted, or missed the roll call)
+    GAP = "gap"  # start is past the rows this stage holds
+    CONTENT = "content"  # h[start - 1] is not the frame's parent_hash
+    RANGE = "range"  # slot, row or token id outside this stage's tables
+    LINK = "link"  # frames were lost on the stage's incoming link
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """stage -> ring -> coordinator: a segment (or, with turn None, a whole frame) was refused."""
+
+    ring: str
+    epoch: int
+    seq: int
+    stage: str
+    code: Refusal
+    detail: str
+    turn: int | None = None
+    slot: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StageEntry:
+    """What a stage says of itself in a roll call. layers is [first, last) of layers_total."""
+
+    name: str
+    incarnation: int
+    layers: tuple[int, int]
+    layers_total: int
+    fingerprint: bytes
+    slots: int
+    capacity: int
+    vocabulary: int
+    kernel: str
+
+
+@dataclass(frozen=True, slots=True)
+class RollCall:
+    """Goes round the ring; every stage adopts the epoch and adds itself."""
+
+    ring: str
+    epoch: int
+    entries: tuple[StageEntry, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Fork rows [0, length) of slot `source` into slot `target` on every stage.
+
+    parent_hash is h[length - 1]. A stage that does not hold it refuses; the frame itself comes back
+    to the coordinator as the acknowledgement, with `done` naming the stages that copied.
+    """
+
+    ring: str
+    epoch: int
+    seq: int
+    turn: int
+    source: int
+    target: int
+    length: int
+    parent_hash: bytes
+    done: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Forget a slot's rows on every stage; comes back to the coordinator as the acknowledgement."""
+
+    ring: str
+    epoch: int
+    seq: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """Goes round the ring unchanged; measures the hops without compute."""
+
+    ring: str
+    epoch: int
+    seq: int
+
+
+class StageState(StrEnum):
+    """Life of a stage daemon."""
+
+    LOADING = "loading"
+    READY = "ready"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """stage -> coordinator, beside the ring: alive, and how far loading is (0..1)."""
+
+    ring: str
+    stage: str
+    incarnation: int
+    state: StageState
+    progress: float
+    detail: str
+    pid: int
+    rss_bytes: int
+
+
+# ---- local inputs: they never cross a link, but a frame log records them -------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """The gateway -> scheduler: start a turn. Token ids in, so that the core knows no text.
+
+    budget: at most this many tokens are generated. stops: token ids that end the turn.
+    """
+
+    turn: int
+    prompt: tuple[int, ...]
+    budget: int
+    stops: tuple[int, ...] = ()
+    sampling: Sampling = GREEDY
+    salt: bytes = b""
+    reuse: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """The client is gone, or has all it wants (a stop string): end the turn."""
+
+    turn: int
+    reason: str = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """The time that deadline() asked for has come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forwarded:
+    """The compute thread -> stage core: the Forward of (epoch, seq) is done.
+
+    payload: the block's output, None at the tail; results: the tail's, empty elsewhere.
+    """
+
+    epoch: int
+    seq: int
+    payload: Tensor | None
+    results: tuple[Result, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LinkGap:
+    """An incoming link skipped frames: `expected` should have come, `got` came."""
+
+    link: str
+    expected: int
+    got: int
+
+
+@dataclass(frozen=True, slots=True)
+class StageLost:
+    """The shell saw a stage go (its process or its connection ended)."""
+
+    ring: str
+    stage: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class FreeSlot:
+    """An operator asks to drop what is resident in one slot."""
+
+    ring: str
+    slot: int
+
+
+Wire: TypeAlias = Run | Verdict | Reject | RollCall | Copy | Free | Ping | Heartbeat
+Local: TypeAlias = Submit | Cancel | Tick | Forwarded | LinkGap | StageLost | FreeSlot
+Frame: TypeAlias = Wire | Local
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """Who sent a frame on a link, and the how-manieth of that sender's life it is (from 0)."""
+
+    sender: str
+    incarnation: int
+    number: int
