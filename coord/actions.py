@@ -1,0 +1,78 @@
+"""Owns what the scheduler asks its driver to do, and the error a client gets. Performs nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from transport.frame import Wire
+
+
+class TurnError(Exception):
+    """The client asked for the impossible, or the ring cannot serve it.
+
+    status: the HTTP status. code: a stable machine-readable name. param: the request's field.
+    """
+
+    def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message
+        self.param = param
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a frame to the head of frame.ring."""
+
+    frame: Wire
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """The turn has a slot. matched: prompt tokens already resident; the rest is prefilled.
+
+    resumed: the turn was running before (its ring was lost); matched then counts its own rows.
+    """
+
+    turn: int
+    ring: str
+    slot: int
+    prompt: int
+    matched: int
+    resumed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Newly committed tokens of a turn, in order; logprobs and top as in transport.frame.Result."""
+
+    turn: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...] = ()
+    top: tuple[tuple[tuple[int, float], ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The turn is over. reason: "stop" (a stop token, which is the last committed one),
+
+    "length" (budget or context limit), or the reason of the Cancel that ended it.
+    """
+
+    turn: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The turn ended without a result; see TurnError for status and code."""
+
+    turn: int
+    status: int
+    code: str
+    message: str
+
+
+Action: TypeAlias = Send | Admitted | Tokens | Finished | Failed
