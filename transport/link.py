@@ -25,9 +25,9 @@ from typing import Any, TypeAlias
 import aiozmq
 import zmq
 
-from transport.codec import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, decode, encode
-from transport.frame import Buffer, Envelope, Frame, FrameError, LinkGap
-from transport.numbering import Arrival, Numbering
+from transport.codec import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES
+from transport.frame import Buffer, Envelope, Frame
+from transport.numbering import Inbox, LinkCounts, OnDrop, Outbox
 
 HWM_FRAMES = 1000  # far above any scheduler window (stages + 1), which is what bounds memory
 QUEUED_BYTES = 4 * MAX_PAYLOAD_BYTES  # held by an asyncio push past the high-water mark
@@ -36,7 +36,6 @@ COPY_BYTES = 1 << 20  # below it libzmq copies a part: passing it by reference c
 SEND_TIMEOUT_S = 10.0
 
 OnFrame: TypeAlias = Callable[[Frame, Envelope], None]
-OnDrop: TypeAlias = Callable[[str], None]
 
 
 class LinkError(OSError):
@@ -68,80 +67,6 @@ class PeerEvent:
 OnPeer: TypeAlias = Callable[[PeerEvent], None]
 
 
-@dataclass(slots=True)
-class LinkCounts:
-    """What arrived on a receiving link since it was opened; frames counts what was delivered."""
-
-    frames: int = 0
-    gaps: int = 0
-    lost: int = 0
-    duplicates: int = 0
-    stale: int = 0
-    undecodable: int = 0
-
-
-class _Inbox:
-    """Turns messages into deliveries; the part that both receiving sides share."""
-
-    def __init__(self, link: str, on_drop: OnDrop | None) -> None:
-        self.link = link
-        self.counts = LinkCounts()
-        self._numbering = Numbering()
-        self._on_drop = on_drop
-
-    def take(self, parts: Sequence[Buffer]) -> list[tuple[Frame, Envelope]]:
-        """The frames that one message delivers, in order: none, it, or a LinkGap and it."""
-        counts = self.counts
-        try:
-            frame, envelope = decode(parts)
-        except FrameError as error:
-            counts.undecodable += 1
-            return self._drop(str(error))
-        arrival, expected = self._numbering.place(envelope)
-        if arrival is Arrival.DUPLICATE:
-            counts.duplicates += 1
-            return self._drop(f"{envelope}: a duplicate, {expected} was expected")
-        if arrival is Arrival.STALE:
-            counts.stale += 1
-            return self._drop(f"{envelope}: left over from an earlier life of its sender")
-        counts.frames += 1
-        if arrival is Arrival.NEXT:
-            return [(frame, envelope)]
-        counts.gaps += 1
-        counts.lost += envelope.number - expected
-        return [(LinkGap(self.link, expected, envelope.number), envelope), (frame, envelope)]
-
-    def _drop(self, reason: str) -> list[tuple[Frame, Envelope]]:
-        if self._on_drop is not None:
-            self._on_drop(f"{self.link}: {reason}")
-        return []
-
-
-class _Outbox:
-    """Numbers and encodes frames; the part that both sending sides share."""
-
-    def __init__(self, sender: str, incarnation: int, max_bytes: int) -> None:
-        self.next = Envelope(sender, incarnation, 0)
-        self._max_bytes = max_bytes
-
-    def pack(self, frame: Frame) -> list[Buffer]:
-        """The next message. Raises FrameError where the peer would cut the connection over it."""
-        parts = encode(frame, self.next)
-        size = max([memoryview(part).nbytes for part in parts])
-        if size > self._max_bytes:
-            raise FrameError(
-                f"{type(frame).__name__} of {size} bytes is over limits.max_frame_bytes "
-                f"({self._max_bytes}); use smaller chunks"
-            )
-        return parts
-
-    def sent(self) -> Envelope:
-        """Count the message as sent; returns the envelope it left under."""
-        envelope = self.next
-        self.next = Envelope(envelope.sender, envelope.incarnation, envelope.number + 1)
-        return envelope
-
-
 class PushLink:
     """The sending end of a link, blocking; use it from one thread only.
 
@@ -163,7 +88,7 @@ class PushLink:
     ) -> None:
         self.address = address
         self._timeout_s = timeout_s
-        self._outbox = _Outbox(sender, incarnation, max_bytes)
+        self._outbox = Outbox(sender, incarnation, max_bytes)
         self._socket = _socket(zmq.PUSH, address, max_bytes, security)
         self._socket.sndtimeo = round(timeout_s * 1000)
         self._socket.copy_threshold = COPY_BYTES
@@ -211,7 +136,7 @@ class PullLink:
         security: Security | None = None,
         on_drop: OnDrop | None = None,
     ) -> None:
-        self._inbox = _Inbox(link, on_drop)
+        self._inbox = Inbox(link, on_drop)
         self._ready: deque[tuple[Frame, Envelope]] = deque()  # at most a frame behind its gap
         self._socket = _socket(zmq.PULL, address, max_bytes, security)
         self.envelope: Envelope | None = None  # of the frame that recv returned last
@@ -256,7 +181,7 @@ class PullLink:
 class AsyncPull:
     """The receiving end in an event loop; made by open_pull."""
 
-    def __init__(self, protocol: _Protocol, inbox: _Inbox, address: str) -> None:
+    def __init__(self, protocol: _Protocol, inbox: Inbox, address: str) -> None:
         self._protocol = protocol
         self._inbox = inbox
         self.address = address
@@ -281,7 +206,7 @@ class AsyncPull:
 class AsyncPush:
     """The sending end in an event loop; made by open_push."""
 
-    def __init__(self, protocol: _Protocol, outbox: _Outbox, address: str) -> None:
+    def __init__(self, protocol: _Protocol, outbox: Outbox, address: str) -> None:
         self._protocol = protocol
         self._outbox = outbox
         self.address = address
@@ -325,7 +250,7 @@ async def open_pull(
     on_frame(frame, envelope) runs in the loop, one call per frame; if it raises, reading stops and
     AsyncPull.wait() raises that. A LinkGap has the envelope of the frame after it.
     """
-    inbox = _Inbox(link, on_drop)
+    inbox = Inbox(link, on_drop)
 
     def on_message(parts: Sequence[Buffer]) -> None:
         for frame, envelope in inbox.take(parts):
@@ -360,7 +285,7 @@ async def open_push(
     except zmq.ZMQError as error:
         await protocol.close()
         raise _explain("connect to", address, error) from None
-    return AsyncPush(protocol, _Outbox(sender, incarnation, max_bytes), address)
+    return AsyncPush(protocol, Outbox(sender, incarnation, max_bytes), address)
 
 
 class _Protocol(aiozmq.ZmqProtocol):  # type: ignore[misc]
@@ -407,7 +332,7 @@ class _Protocol(aiozmq.ZmqProtocol):  # type: ignore[misc]
             self.transport.abort()
 
     async def close(self, linger_s: float = 0.0) -> None:
-        """Let go of the socket. (aiozmq's close waits for its buffer, without a peer for ever.)"""
+        """Let go of the socket; aiozmq's close would wait for its buffer, peer or no peer."""
         if not self.lost.done():
             self.transport.setsockopt(zmq.LINGER, round(linger_s * 1000))
             self.transport.abort()

@@ -1,17 +1,22 @@
-"""Owns the numbers of the frames on a link: lost, repeated, or left over from a dead sender.
+"""Owns what a link does between bytes and frames: it numbers, and finds what was lost or repeated.
 
-Pure state, no sockets. A sender is one sending socket; its frames carry (sender, incarnation,
-number) and count from 0. libzmq loses one contiguous run of messages, without an error, when a
-receiver dies or rebinds, and can deliver frames that a sender queued before it crashed; it does not
-reorder or repeat. See docs/frames.md.
+Pure state, no sockets: transport.link moves the bytes. A sender is one sending socket; its frames
+carry (sender, incarnation, number) and count from 0. libzmq loses one contiguous run of messages,
+without an error, when a receiver dies or rebinds, and can deliver frames that a sender queued
+before it crashed; it does not reorder or repeat. See docs/frames.md.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import TypeAlias
 
-from transport.frame import Envelope
+from transport.codec import decode, encode
+from transport.frame import Buffer, Envelope, Frame, FrameError, LinkGap
+
+OnDrop: TypeAlias = Callable[[str], None]
 
 MAX_SENDERS = 256  # remembered per receiver; the least recently heard is forgotten first
 MAX_RETIRED = 8  # earlier incarnations remembered per sender
@@ -66,3 +71,77 @@ class Numbering:
             return Arrival.DUPLICATE, expected
         sender.expected = envelope.number + 1
         return (Arrival.NEXT if envelope.number == expected else Arrival.GAP), expected
+
+
+@dataclass(slots=True)
+class LinkCounts:
+    """What arrived on a receiving link since it was opened; frames counts what was delivered."""
+
+    frames: int = 0
+    gaps: int = 0
+    lost: int = 0
+    duplicates: int = 0
+    stale: int = 0
+    undecodable: int = 0
+
+
+class Inbox:
+    """Turns messages into deliveries; the part that both receiving sides share."""
+
+    def __init__(self, link: str, on_drop: OnDrop | None) -> None:
+        self.link = link
+        self.counts = LinkCounts()
+        self._numbering = Numbering()
+        self._on_drop = on_drop
+
+    def take(self, parts: Sequence[Buffer]) -> list[tuple[Frame, Envelope]]:
+        """The frames that one message delivers, in order: none, it, or a LinkGap and it."""
+        counts = self.counts
+        try:
+            frame, envelope = decode(parts)
+        except FrameError as error:
+            counts.undecodable += 1
+            return self._drop(str(error))
+        arrival, expected = self._numbering.place(envelope)
+        if arrival is Arrival.DUPLICATE:
+            counts.duplicates += 1
+            return self._drop(f"{envelope}: a duplicate, {expected} was expected")
+        if arrival is Arrival.STALE:
+            counts.stale += 1
+            return self._drop(f"{envelope}: left over from an earlier life of its sender")
+        counts.frames += 1
+        if arrival is Arrival.NEXT:
+            return [(frame, envelope)]
+        counts.gaps += 1
+        counts.lost += envelope.number - expected
+        return [(LinkGap(self.link, expected, envelope.number), envelope), (frame, envelope)]
+
+    def _drop(self, reason: str) -> list[tuple[Frame, Envelope]]:
+        if self._on_drop is not None:
+            self._on_drop(f"{self.link}: {reason}")
+        return []
+
+
+class Outbox:
+    """Numbers and encodes frames; the part that both sending sides share."""
+
+    def __init__(self, sender: str, incarnation: int, max_bytes: int) -> None:
+        self.next = Envelope(sender, incarnation, 0)
+        self._max_bytes = max_bytes
+
+    def pack(self, frame: Frame) -> list[Buffer]:
+        """The next message. Raises FrameError where the peer would cut the connection over it."""
+        parts = encode(frame, self.next)
+        size = max([memoryview(part).nbytes for part in parts])
+        if size > self._max_bytes:
+            raise FrameError(
+                f"{type(frame).__name__} of {size} bytes is over limits.max_frame_bytes "
+                f"({self._max_bytes}); use smaller chunks"
+            )
+        return parts
+
+    def sent(self) -> Envelope:
+        """Count the message as sent; returns the envelope it left under."""
+        envelope = self.next
+        self.next = Envelope(envelope.sender, envelope.incarnation, envelope.number + 1)
+        return envelope
