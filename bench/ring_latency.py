@@ -31,7 +31,7 @@ PATIENCE_S = 20.0
 
 
 def forward_raw(listen: str, target: str) -> None:
-    context = zmq.Context.instance()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
     pull, push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     pull.bind(listen)
     push.connect(target)
