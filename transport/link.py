@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
 import socket
 import time
 from collections import deque
@@ -441,15 +440,18 @@ def _explain(action: str, address: str, error: zmq.ZMQError) -> LinkError:
         errno.EADDRINUSE: "another process listens there: stop it, or choose another address",
         errno.EADDRNOTAVAIL: "not an address of this machine: set `bind` beside `address`",
         errno.ENODEV: "not an address of this machine: set `bind` beside `address`",
-        errno.EINVAL: "not an address: write tcp://host:port or ipc://path",
-        errno.EPROTONOSUPPORT: "not an address: write tcp://host:port or ipc://path",
+        errno.EINVAL: _FORM,
         errno.ENOENT: "the folder of the ipc path does not exist: create it",
         errno.EACCES: "not allowed: choose a port above 1023 or a writable folder",
         errno.ENAMETOOLONG: "an ipc path has at most 107 bytes: choose a shorter one",
     }.get(error.errno or 0, "check the address")
-    return LinkError(
-        error.errno, f"cannot {action} {address}: {os.strerror(error.errno or 0)}; {advice}"
-    )
+    if not address.startswith(("tcp://", "ipc://")):
+        advice = _FORM
+    why = zmq.strerror(error.errno or 0)
+    return LinkError(error.errno, f"cannot {action} {address}: {why}; {advice}")
+
+
+_FORM = "not an address: write tcp://host:port or ipc://path"
 
 
 def _endpoint(raw: zmq.Socket[bytes]) -> str:
