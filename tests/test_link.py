@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 import zmq
-from hypothesis import given
-from hypothesis import strategies as st
 
 from transport.codec import encode
 from transport.frame import Envelope, Frame, FrameError, LinkGap, Ping, Run, Tensor
@@ -26,11 +24,9 @@ from transport.link import (
     PeerEvent,
     PullLink,
     PushLink,
-    Security,
     open_pull,
     open_push,
 )
-from transport.numbering import MAX_SENDERS, Arrival, Numbering
 
 PATIENCE_S = 10.0
 ANY_PORT = "tcp://127.0.0.1:*"
@@ -79,59 +75,6 @@ def received(pull: PullLink, count: int) -> list[Frame]:
     frames = [pull.recv(PATIENCE_S) for _ in range(count)]
     assert None not in frames
     return frames  # type: ignore[return-value]
-
-
-# ---- numbers, without sockets --------------------------------------------------------------------
-
-
-def test_numbers_of_one_life() -> None:
-    numbering = Numbering()
-
-    def place(number: int, incarnation: int = 7) -> tuple[Arrival, int]:
-        return numbering.place(Envelope("a", incarnation, number))
-
-    assert place(0) == (Arrival.NEXT, 0)
-    assert place(1) == (Arrival.NEXT, 1)
-    assert place(5) == (Arrival.GAP, 2)
-    assert place(3) == (Arrival.DUPLICATE, 6)
-    assert place(5) == (Arrival.DUPLICATE, 6)
-    assert place(6) == (Arrival.NEXT, 6)
-    assert place(0, 8) == (Arrival.NEXT, 0)  # restarted
-    assert place(7, 7) == (Arrival.STALE, 1)  # what it had queued before
-    assert place(1, 8) == (Arrival.NEXT, 1)
-    assert place(4, 9) == (Arrival.GAP, 0)  # a life whose first frames were lost
-
-
-def test_a_life_is_forgotten_after_eight_others() -> None:
-    numbering = Numbering()
-    for life in range(10):
-        numbering.place(Envelope("a", life, 0))
-    for life in range(1, 9):
-        assert numbering.place(Envelope("a", life, 1))[0] is Arrival.STALE
-    assert numbering.place(Envelope("a", 0, 1)) == (Arrival.GAP, 0)
-
-
-def test_senders_are_bounded_and_the_quietest_goes_first() -> None:
-    numbering = Numbering()
-    for i in range(MAX_SENDERS):
-        numbering.place(Envelope(str(i), 1, 0))
-    assert numbering.place(Envelope("0", 1, 1)) == (Arrival.NEXT, 1)
-    assert numbering.place(Envelope("new", 1, 0)) == (Arrival.NEXT, 0)
-    assert numbering.place(Envelope("0", 1, 2)) == (Arrival.NEXT, 2)
-    assert numbering.place(Envelope("1", 1, 1)) == (Arrival.GAP, 0)  # forgotten: never silence
-
-
-@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 3)), max_size=40))
-def test_lost_frames_are_counted_exactly(sent: list[tuple[str, int]]) -> None:
-    """Each frame is preceded by a drawn number of lost ones; the gaps add up to them."""
-    numbering = Numbering()
-    numbers = {"a": 0, "b": 0}
-    for sender, lost in sent:
-        number = numbers[sender] + lost
-        arrival, expected = numbering.place(Envelope(sender, 1, number))
-        assert arrival is (Arrival.GAP if lost else Arrival.NEXT)
-        assert number - expected == lost
-        numbers[sender] = number + 1
 
 
 # ---- the four pairings ---------------------------------------------------------------------------
@@ -552,102 +495,4 @@ def test_too_large_a_message_never_reaches_memory() -> None:
     assert isinstance(gap, LinkGap)
     assert (gap.expected, gap.got >= 2) == (1, True)
     push.close()
-    pull.close()
-
-
-# ---- addresses -----------------------------------------------------------------------------------
-
-
-def test_address_in_use(address: str) -> None:
-    pull = PullLink(address, link="l")
-    message = rf"cannot bind {pull.address}: Address already in use; another process listens there"
-    with pytest.raises(LinkError, match=message.replace("*", r"\*")):
-        PullLink(pull.address, link="l")
-
-    async def main() -> None:
-        with pytest.raises(LinkError, match="another process listens there"):
-            await open_pull(pull.address, lambda *_: None, link="l")
-
-    run(main)
-    push = PushLink(pull.address, sender="a", incarnation=1)
-    push.send(ping(0))
-    assert received(pull, 1) == [ping(0)]  # it still owns the address
-    push.close()
-    pull.close()
-
-
-def test_an_address_is_free_again_after_close(address: str) -> None:
-    pull = PullLink(address, link="l")
-    address = pull.address
-    pull.close()
-
-    async def main() -> None:
-        again = await open_pull(address, lambda *_: None, link="l")
-        await again.close()
-
-    run(main)
-    PullLink(address, link="l").close()
-
-
-BAD_ADDRESSES = {
-    "tcp://192.0.2.1:7100": "not an address of this machine: set `bind` beside `address`",
-    "tcp://nobody.invalid:7100": "not an address of this machine: set `bind` beside `address`",
-    "tcp://127.0.0.1": "not an address: write tcp://host:port or ipc://path",
-    "udp://127.0.0.1:7100": "not an address: write tcp://host:port or ipc://path",
-    "127.0.0.1:7100": "not an address: write tcp://host:port or ipc://path",
-    "ipc:///no/such/folder/s.sock": "the folder of the ipc path does not exist: create it",
-    "ipc:///tmp/" + "x" * 110: "an ipc path has at most 107 bytes: choose a shorter one",
-}
-
-
-@pytest.mark.parametrize("address", BAD_ADDRESSES)
-def test_bad_addresses(address: str) -> None:
-    async def main() -> None:
-        with pytest.raises(LinkError) as caught:
-            await open_pull(address, lambda *_: None, link="l")
-        assert f"cannot bind {address}: " in str(caught.value)
-        assert BAD_ADDRESSES[address] in str(caught.value)
-
-    run(main)
-    with pytest.raises(LinkError, match=r"cannot bind") as caught:
-        PullLink(address, link="l")
-    assert BAD_ADDRESSES[address] in str(caught.value)
-
-
-@pytest.mark.parametrize("address", ["tcp://127.0.0.1", "udp://127.0.0.1:7100", "nonsense"])
-def test_bad_addresses_to_push(address: str) -> None:
-    async def main() -> None:
-        with pytest.raises(LinkError, match=r"cannot connect to.*write tcp://host:port"):
-            await open_push(address, sender="a", incarnation=1)
-
-    run(main)
-    with pytest.raises(LinkError, match=r"cannot connect to.*write tcp://host:port"):
-        PushLink(address, sender="a", incarnation=1)
-
-
-def test_a_host_name_can_be_bound() -> None:
-    PullLink("tcp://localhost:*", link="l").close()
-
-
-# ---- CURVE ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(not zmq.has("curve"), reason="libzmq without CURVE")
-def test_curve() -> None:
-    server_public, server_secret = (key.decode() for key in zmq.curve_keypair())
-    public, secret = (key.decode() for key in zmq.curve_keypair())
-    pull = PullLink(ANY_PORT, link="l", security=Security(server_public, server_secret))
-    good = Security(public, secret, server_public)
-    push = PushLink(pull.address, sender="a", incarnation=1, security=good)
-    plain = PushLink(pull.address, sender="b", incarnation=1)
-    wrong = PushLink(
-        pull.address, sender="c", incarnation=1, security=Security(public, secret, public)
-    )
-    for link in (plain, wrong, push):
-        link.send(ping(0))
-    assert received(pull, 1) == [ping(0)]
-    assert pull.envelope == Envelope("a", 1, 0)
-    assert pull.recv(0.1) is None
-    for link in (plain, wrong, push):
-        link.close()
     pull.close()
