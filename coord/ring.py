@@ -19,6 +19,8 @@ from transport.frame import (
     Heartbeat,
     Kind,
     Ping,
+    Refusal,
+    Reject,
     Result,
     RollCall,
     Run,
@@ -284,6 +286,21 @@ class Ring:
                 (self.stats.forward_us, timing.forward_us),
             ):
                 table[timing.stage] = table.get(timing.stage, 0) + value
+
+    def distrusts(self, reject: Reject) -> bool:
+        """True when a refusal of a whole frame shows that a roll call is needed.
+
+        Not while one is going round: it comes behind the refusal and sets everything right. A stage
+        that is ahead (this coordinator's clock went back) tells the epoch to go on from.
+        """
+        if reject.code is Refusal.EPOCH and reject.epoch > self.epoch:
+            self.epoch = reject.epoch
+            return self.phase in (Phase.PROBING, Phase.READY)
+        if self.phase in (Phase.WAITING, Phase.FORMING):
+            return False
+        if reject.code is Refusal.LINK:
+            return reject.epoch in (0, self.epoch)
+        return reject.epoch == self.epoch and reject.seq in self.in_flight
 
     # ---- time -----------------------------------------------------------------------------------
 

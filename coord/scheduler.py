@@ -276,7 +276,7 @@ class Scheduler:
     def _reject(self, ring: Ring, reject: Reject, now: float, actions: list[Action]) -> None:
         ring.stats.refused += 1
         if reject.code in (Refusal.EPOCH, Refusal.LINK):
-            if reject.epoch in (0, ring.epoch) and ring.phase is not RingPhase.WAITING:
+            if ring.distrusts(reject):
                 self._lose(ring, f"stage {reject.stage}: {reject.detail}", now)
             return
         record = ring.in_flight.get(reject.seq) if reject.epoch == ring.epoch else None

@@ -132,8 +132,10 @@ class Stage:
         return self.epoch is not None and epoch < self.epoch
 
     def _roll_call(self, frame: RollCall, actions: list[Action]) -> None:
-        if self._stale(frame.epoch):
-            self.dropped += 1
+        if self.epoch is not None and frame.epoch < self.epoch:
+            # an old coordinator's, or a new one's whose clock went back: say where we are
+            detail = f"this stage is in epoch {self.epoch}, the roll call in {frame.epoch}"
+            actions.append(self._whole(self.epoch, Refusal.EPOCH, detail))
             return
         self.epoch = frame.epoch
         info = self.info
@@ -231,4 +233,7 @@ class Stage:
         )
 
     def _lost(self, detail: str) -> Send:
-        return Send(Reject(self.ring, self.epoch or 0, 0, self.name, Refusal.LINK, detail))
+        return self._whole(self.epoch or 0, Refusal.LINK, detail)
+
+    def _whole(self, epoch: int, code: Refusal, detail: str) -> Send:
+        return Send(Reject(self.ring, epoch, 0, self.name, code, detail))
