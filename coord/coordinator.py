@@ -18,6 +18,7 @@ from coord.ring import Phase
 from coord.scheduler import Scheduler
 from transport.config import Config
 from transport.frame import Cancel, Envelope, Frame, FreeSlot, Heartbeat, Sampling, Submit, Tick
+from transport.framelog import Direction
 from transport.link import AsyncPull, AsyncPush, LinkError, open_pull, open_push
 from transport.recorder import Recorder
 
@@ -76,7 +77,7 @@ class Coordinator:
         try:
             for ring in self.config.rings:
                 pull = await open_pull(
-                    ring.bind or ring.verdicts,
+                    ring.listen,
                     self._received,
                     link=ring.name,
                     max_bytes=self.config.limits.max_frame_bytes,
@@ -222,6 +223,7 @@ class Coordinator:
                     "name": stage.name,
                     "address": stage.address,
                     "layers": list(stage.layers),
+                    "busy_share": ring.busy.get(stage.name),
                     **_beat(*ring.heartbeats.get(stage.name, (None, now)), now),
                     "forward_s": round(ring.stats.forward_us.get(stage.name, 0) / 1e6, 3),
                     "wait_s": round(ring.stats.wait_us.get(stage.name, 0) / 1e6, 3),
@@ -243,19 +245,23 @@ class Coordinator:
     # ---- the core's shell -----------------------------------------------------------------------
 
     def _received(self, frame: Frame, envelope: Envelope) -> None:
-        if self._recorder is not None:
-            self._recorder.record("in", envelope.sender, frame, envelope)
-        self._step(frame, recorded=True)
+        self._step(frame, Direction.IN, envelope)
 
-    def _step(self, frame: Frame, *, recorded: bool = False) -> list[Action]:
-        if self._recorder is not None and not recorded:
-            self._recorder.record("local", "coordinator", frame, None)
-        now = time.monotonic()
-        actions = self.scheduler.handle(frame, now)
+    def _step(
+        self,
+        frame: Frame,
+        direction: Direction = Direction.LOCAL,
+        envelope: Envelope | None = None,
+    ) -> list[Action]:
+        now_ns = time.monotonic_ns()
+        if self._recorder is not None:
+            link = envelope.sender if envelope is not None else "coordinator"
+            self._recorder.record(now_ns, time.time_ns(), direction, link, frame, envelope)
+        actions = self.scheduler.handle(frame, now_ns / 1e9)
         for action in actions:
             self._perform(action)
         self._note_phases()
-        self._set_timer(now)
+        self._set_timer(now_ns / 1e9)
         return actions
 
     def _perform(self, action: Action) -> None:
@@ -279,7 +285,9 @@ class Coordinator:
             self._log.warning("frame_not_sent", ring=frame.ring, error=str(error))
             return
         if self._recorder is not None:
-            self._recorder.record("out", frame.ring, frame, envelope)
+            now_ns = time.monotonic_ns()
+            link = frame.ring
+            self._recorder.record(now_ns, time.time_ns(), Direction.OUT, link, frame, envelope)
 
     def _note_phases(self) -> None:
         for name, ring in self.scheduler.rings.items():

@@ -89,6 +89,8 @@ class Ring:
         self.in_flight: dict[int, InFlight] = {}
         self.heartbeats: dict[str, tuple[Heartbeat, float]] = {}
         self.stats = Stats()
+        self.busy: dict[str, float] = {}  # share of the last heartbeat interval spent in forwards
+        self._forward_us: dict[str, int] = {}
         self._seq = 0
         self._asked_at: float | None = None
         self._pinged_at = 0.0
@@ -99,6 +101,7 @@ class Ring:
 
     def heard(self, beat: Heartbeat, now: float) -> str | None:
         """Note a heartbeat; the reason when it shows that a formed ring is broken."""
+        self._measure(beat.stage, now)
         self.heartbeats[beat.stage] = (beat, now)
         if self.phase is Phase.WAITING:
             return None
@@ -108,6 +111,16 @@ class Ring:
             if entry.name == beat.stage and entry.incarnation != beat.incarnation:
                 return f"stage {beat.stage} was restarted"
         return None
+
+    def _measure(self, stage: str, now: float) -> None:
+        """Busy share of a stage between two heartbeats, from its timings in the verdicts."""
+        if stage in self.heartbeats:
+            total = self.stats.forward_us.get(stage, 0)
+            passed = now - self.heartbeats[stage][1]
+            if passed > 0:
+                share = (total - self._forward_us.get(stage, 0)) / 1e6 / passed
+                self.busy[stage] = round(min(1.0, share), 3)
+            self._forward_us[stage] = total
 
     def missing(self, now: float) -> str | None:
         """What keeps the ring from a roll call, in words; None when every stage is ready."""

@@ -62,6 +62,7 @@ class Limits:
 
     max_model_len: tokens of prompt and reply. window_frames: Runs in flight per ring, None for
     stages + 1. frame_timeout_s: a frame without a verdict for this long counts as lost.
+    resume_s: a turn whose ring was lost fails when no ring is ready after this long.
     """
 
     slots: int = 4
@@ -72,6 +73,7 @@ class Limits:
     heartbeat_s: float = 1.0
     lost_after_s: float = 5.0
     frame_timeout_s: float = 30.0
+    resume_s: float = 60.0
     send_timeout_s: float = 10.0
     max_frame_bytes: int = MAX_PAYLOAD_BYTES
 
@@ -353,6 +355,7 @@ def _limits(table: _Table) -> Limits:
         heartbeat_s=table.seconds("heartbeat_s", 0.01, 3600, base.heartbeat_s),
         lost_after_s=table.seconds("lost_after_s", 0.02, 86400, base.lost_after_s),
         frame_timeout_s=table.seconds("frame_timeout_s", 0.1, 86400, base.frame_timeout_s),
+        resume_s=table.seconds("resume_s", 0.1, 86400, base.resume_s),
         send_timeout_s=table.seconds("send_timeout_s", 0.1, 86400, base.send_timeout_s),
         max_frame_bytes=table.integer(
             "max_frame_bytes", 1 << 20, MAX_PAYLOAD_BYTES, base.max_frame_bytes

@@ -286,7 +286,7 @@ class Forwarded:
 
 @dataclass(frozen=True, slots=True)
 class LinkGap:
-    """An incoming link skipped frames: `expected` should have come, `got` came."""
+    """Frames of one sender (`link` is its name) were lost: `got` came, not `expected`."""
 
     link: str
     expected: int
