@@ -110,8 +110,10 @@ class Coordinator:
         """Close the links and end every stream with an error event."""
         if self._timer is not None:
             self._timer.cancel()
-        for link in (*self._pulls, *self._pushes.values()):
-            await link.close()
+        for pull in self._pulls:
+            await pull.close()
+        for push in self._pushes.values():
+            await push.close()
         self._pulls.clear()
         self._pushes.clear()
         for stream in list(self._streams.values()):
@@ -164,9 +166,7 @@ class Coordinator:
         """Per ring and stage: state, progress (0..1) and detail, for GET /ready."""
         return {
             name: {
-                stage.name: _beat(ring.heartbeats[stage.name][0])
-                if stage.name in ring.heartbeats
-                else {"state": "unknown", "progress": 0.0, "detail": "not heard of"}
+                stage.name: _beat(ring.heartbeats.get(stage.name), time.monotonic())
                 for stage in ring.spec.stages
             }
             for name, ring in self.scheduler.rings.items()
@@ -224,7 +224,7 @@ class Coordinator:
                     "address": stage.address,
                     "layers": list(stage.layers),
                     "busy_share": ring.busy.get(stage.name),
-                    **_beat(*ring.heartbeats.get(stage.name, (None, now)), now),
+                    **_beat(ring.heartbeats.get(stage.name), now),
                     "forward_s": round(ring.stats.forward_us.get(stage.name, 0) / 1e6, 3),
                     "wait_s": round(ring.stats.wait_us.get(stage.name, 0) / 1e6, 3),
                 }
@@ -306,9 +306,10 @@ class Coordinator:
             self._timer = loop.call_later(max(0.0, deadline - now), self._step, Tick())
 
 
-def _beat(beat: Heartbeat | None, at: float = 0.0, now: float = 0.0) -> dict[str, object]:
-    if beat is None:
+def _beat(heard: tuple[Heartbeat, float] | None, now: float) -> dict[str, object]:
+    if heard is None:
         return {"state": "unknown", "progress": 0.0, "detail": "not heard of", "pid": None}
+    beat, at = heard
     return {
         "state": beat.state.value,
         "progress": round(beat.progress, 3),

@@ -46,9 +46,7 @@ class Ledger:
 
     def match(self, packed: bytes, root: bytes) -> list[int]:
         """Per slot, how many leading tokens of the packed prompt are resident there."""
-        return [
-            0 if slot.chain is None else slot.chain.common(packed, root) for slot in self.slots
-        ]
+        return [0 if slot.chain is None else slot.chain.common(packed, root) for slot in self.slots]
 
     def place(self, packed: bytes, root: bytes, limit: int, *, reuse: bool) -> Placement | None:
         """The slot for a prompt, or None while every slot is pinned.
@@ -75,7 +73,9 @@ class Ledger:
 
     def _coldest(self, among: list[int]) -> int:
         """Empty slots first, then the least recently used."""
-        return min(among, key=lambda index: (self.slots[index].resident > 0, self.slots[index].used))
+        return min(
+            among, key=lambda index: (self.slots[index].resident > 0, self.slots[index].used)
+        )
 
     def coldest(self) -> int | None:
         """The slot that is cheapest to overwrite, or None while every slot is pinned."""

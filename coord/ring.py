@@ -107,6 +107,8 @@ class Ring:
             return None
         if beat.state is not StageState.READY:
             return f"stage {beat.stage} is {beat.state.value}: {beat.detail}"
+        if self.phase is Phase.FORMING:
+            return None  # the entries are still those of the ring that was lost
         for entry in self.entries:
             if entry.name == beat.stage and entry.incarnation != beat.incarnation:
                 return f"stage {beat.stage} was restarted"
@@ -256,7 +258,9 @@ class Ring:
         self.in_flight[frame.seq] = InFlight(frame, now)
         return frame
 
-    def copy(self, turn: int, source: int, target: int, chain: Chain, length: int, now: float) -> Copy:
+    def copy(
+        self, turn: int, source: int, target: int, chain: Chain, length: int, now: float
+    ) -> Copy:
         """Number and note a fork of `chain`'s first `length` rows."""
         seq = self._number()
         digest = chain.hash_before(length)

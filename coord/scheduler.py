@@ -75,9 +75,7 @@ class Scheduler:
             case FreeSlot():
                 self._free_slot(frame, now, actions)
             case LinkGap():
-                for ring in self.rings.values():
-                    if frame.link == ring.verdict_link and ring.phase is not RingPhase.WAITING:
-                        self._lose(ring, f"verdicts {frame.expected} to {frame.got} were lost", now)
+                self._gap(frame, now)
             case Heartbeat() | RollCall() | Verdict() | Reject() | Copy() | Free() | Ping():
                 ring = self.rings.get(frame.ring)
                 if ring is not None:
@@ -183,6 +181,11 @@ class Scheduler:
         if ring.phase is RingPhase.READY and ring.ledger.slots[request.slot].turn is None:
             ring.ledger.forget(request.slot)
             actions.append(Send(ring.free(request.slot, now)))
+
+    def _gap(self, gap: LinkGap, now: float) -> None:
+        for ring in self.rings.values():
+            if gap.link == ring.verdict_link and ring.phase is not RingPhase.WAITING:
+                self._lose(ring, f"verdicts {gap.expected} to {gap.got} were lost", now)
 
     # ---- from the ring --------------------------------------------------------------------------
 

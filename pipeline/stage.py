@@ -228,9 +228,7 @@ class Stage:
     ) -> Send:
         turn = segment.turn if segment else getattr(frame, "turn", None)
         slot = segment.slot if segment else getattr(frame, "target", None)
-        return Send(
-            Reject(self.ring, frame.epoch, frame.seq, self.name, code, detail, turn, slot)
-        )
+        return Send(Reject(self.ring, frame.epoch, frame.seq, self.name, code, detail, turn, slot))
 
     def _lost(self, detail: str) -> Send:
         return self._whole(self.epoch or 0, Refusal.LINK, detail)

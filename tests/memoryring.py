@@ -150,9 +150,7 @@ class MemoryRing:
     ) -> int:
         self._turn += 1
         self.replies[self._turn] = Reply()
-        self.tell(
-            Submit(self._turn, tuple(prompt), budget, tuple(stops), Sampling(), salt, reuse)
-        )
+        self.tell(Submit(self._turn, tuple(prompt), budget, tuple(stops), Sampling(), salt, reuse))
         return self._turn
 
     def ask(self, prompt: Sequence[int], budget: int, **options: object) -> Reply:
