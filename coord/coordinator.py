@@ -14,6 +14,7 @@ from dataclasses import fields
 import structlog
 
 from coord.actions import Action, Admitted, Failed, Finished, Send, Tokens, TurnError
+from coord.gateway import Limits as Served
 from coord.ring import Phase
 from coord.scheduler import Scheduler
 from transport.config import Config
@@ -53,13 +54,21 @@ class TurnStream:
 class Coordinator:
     """Implements the gateway's Engine over the rings of one Config. Use within `run`."""
 
-    def __init__(self, config: Config, incarnation: int, recorder: Recorder | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        incarnation: int,
+        vocabulary: int,
+        recorder: Recorder | None = None,
+    ) -> None:
         self.config = config
-        self.max_model_len = config.limits.max_model_len
+        self.limits = Served(config.limits.max_model_len, (config.model.name,))
         self.started_at = time.time()
         # greater than any epoch of an earlier coordinator, unless the clock went back
         first_epoch = time.time_ns() // 1_000_000
-        self.scheduler = Scheduler(config.rings, config.limits, first_epoch)
+        self.scheduler = Scheduler(
+            config.rings, config.limits, first_epoch=first_epoch, vocabulary=vocabulary
+        )
         self._incarnation = incarnation
         self._recorder = recorder
         self._log = structlog.get_logger()
@@ -70,7 +79,7 @@ class Coordinator:
         self._timer: asyncio.TimerHandle | None = None
         self._phases: dict[str, tuple[Phase, str]] = {}
 
-    # ---- life -----------------------------------------------------------------------------------
+    # ---- life ----
 
     async def open(self) -> None:
         """Bind the verdict links, connect to the heads. Raises LinkError, then nothing is open."""
@@ -120,7 +129,7 @@ class Coordinator:
             stream.put(Failed(stream.turn, 503, "shutting_down", "the server is shutting down"))
         self._streams.clear()
 
-    # ---- the gateway's Engine -------------------------------------------------------------------
+    # ---- the gateway's Engine ----
 
     def submit(
         self,
@@ -197,7 +206,7 @@ class Coordinator:
         now = time.monotonic()
         return {
             "model": self.config.model.name,
-            "max_model_len": self.max_model_len,
+            "max_model_len": self.limits.max_model_len,
             "uptime_s": round(time.time() - self.started_at, 1),
             "turns": {"running": self.scheduler.running(), "waiting": self.scheduler.waiting()},
             "rings": [self._describe_ring(name, now) for name in self.scheduler.rings],
@@ -242,7 +251,7 @@ class Coordinator:
             ],
         }
 
-    # ---- the core's shell -----------------------------------------------------------------------
+    # ---- the core's shell ----
 
     def _received(self, frame: Frame, envelope: Envelope) -> None:
         self._step(frame, Direction.IN, envelope)
@@ -256,7 +265,7 @@ class Coordinator:
         now_ns = time.monotonic_ns()
         if self._recorder is not None:
             link = envelope.sender if envelope is not None else "coordinator"
-            self._recorder.record(now_ns, time.time_ns(), direction, link, frame, envelope)
+            self._recorder.record(now_ns, time.time_ns(), direction, link, frame, envelope=envelope)
         actions = self.scheduler.handle(frame, now_ns / 1e9)
         for action in actions:
             self._perform(action)
@@ -287,7 +296,7 @@ class Coordinator:
         if self._recorder is not None:
             now_ns = time.monotonic_ns()
             link = frame.ring
-            self._recorder.record(now_ns, time.time_ns(), Direction.OUT, link, frame, envelope)
+            self._recorder.record(now_ns, time.time_ns(), Direction.OUT, link, frame, envelope=envelope)
 
     def _note_phases(self) -> None:
         for name, ring in self.scheduler.rings.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from coord.ledger import Ledger
+from coord.ledger import Ledger, Placement
 from transport.chain import Chain, root_hash
 from transport.config import Limits
 from transport.config import Ring as RingSpec
@@ -72,7 +72,7 @@ class Stats:
 class Ring:
     """One ring's health and its frames in flight."""
 
-    def __init__(self, spec: RingSpec, limits: Limits, first_epoch: int) -> None:
+    def __init__(self, spec: RingSpec, limits: Limits, first_epoch: int, vocabulary: int) -> None:
         self.spec = spec
         self.name = spec.name
         self.limits = limits
@@ -91,13 +91,14 @@ class Ring:
         self.stats = Stats()
         self.busy: dict[str, float] = {}  # share of the last heartbeat interval spent in forwards
         self._forward_us: dict[str, int] = {}
+        self._vocabulary = vocabulary
         self._seq = 0
         self._asked_at: float | None = None
         self._pinged_at = 0.0
         self._probe: Result | None = None
         self._fault = ""  # why the last roll call was not good enough
 
-    # ---- alive and trusted ------------------------------------------------------------------
+    # ---- alive and trusted ----
 
     def heard(self, beat: Heartbeat, now: float) -> str | None:
         """Note a heartbeat; the reason when it shows that a formed ring is broken."""
@@ -162,7 +163,7 @@ class Ring:
         return RollCall(self.name, self.epoch)
 
     def answered(self, call: RollCall, now: float) -> Run | None:
-        """A roll call came round: the self-check's first frame, or None when it can't be trusted."""
+        """A roll call came round: the self-check's first frame, or None: it can't be trusted."""
         if self.phase is not Phase.FORMING or call.epoch != self.epoch:
             self.stats.stale += 1
             return None
@@ -206,11 +207,13 @@ class Ring:
                 )
         if first.capacity < self.limits.max_model_len:
             return f"slots of {first.capacity} rows, max_model_len {self.limits.max_model_len}"
+        if first.vocabulary < self._vocabulary:
+            return f"a model of {first.vocabulary} tokens, the tokenizer has {self._vocabulary}"
         if at != first.layers_total:
             return f"the last stage ends at layer {at}, the model has {first.layers_total}"
         return None
 
-    # ---- self-check: is a reused prefix worth the same as a computed one? ----------------------
+    # ---- self-check: is a reused prefix worth the same as a computed one? ----
 
     def _probe_run(self, start: int, now: float) -> Run:
         slot = self.ledger.coldest()
@@ -246,7 +249,7 @@ class Ring:
         self.stats.formed += 1
         return None
 
-    # ---- numbered frames ----------------------------------------------------------------------
+    # ---- numbered frames ----
 
     def _number(self) -> int:
         self._seq += 1
@@ -258,13 +261,12 @@ class Ring:
         self.in_flight[frame.seq] = InFlight(frame, now)
         return frame
 
-    def copy(
-        self, turn: int, source: int, target: int, chain: Chain, length: int, now: float
-    ) -> Copy:
-        """Number and note a fork of `chain`'s first `length` rows."""
-        seq = self._number()
+    def copy(self, turn: int, place: Placement, chain: Chain, now: float) -> Copy:
+        """Number and note the fork that a placement asks for; `chain` holds its rows' tokens."""
+        assert place.source is not None
+        seq, length = self._number(), place.matched
         digest = chain.hash_before(length)
-        frame = Copy(self.name, self.epoch, seq, turn, source, target, length, digest)
+        frame = Copy(self.name, self.epoch, seq, turn, place.source, place.slot, length, digest)
         self.in_flight[seq] = InFlight(frame, now)
         return frame
 
@@ -319,7 +321,7 @@ class Ring:
             return reject.epoch in (0, self.epoch)
         return reject.epoch == self.epoch and reject.seq in self.in_flight
 
-    # ---- time -----------------------------------------------------------------------------------
+    # ---- time ----
 
     def overdue(self, now: float) -> str | None:
         """Why time itself says that a formed ring is broken, or None."""

@@ -56,9 +56,17 @@ class Totals:
 class Scheduler:
     """All turns of all rings. `handle` is the only place where state changes."""
 
-    def __init__(self, rings: tuple[RingSpec, ...], limits: Limits, first_epoch: int = 0) -> None:
+    def __init__(
+        self,
+        rings: tuple[RingSpec, ...],
+        limits: Limits,
+        *,
+        first_epoch: int = 0,
+        vocabulary: int = 0,
+    ) -> None:
+        """first_epoch: rings count on from it. vocabulary: ids that the tokenizer may give."""
         self.limits = limits
-        self.rings = {spec.name: Ring(spec, limits, first_epoch) for spec in rings}
+        self.rings = {spec.name: Ring(spec, limits, first_epoch, vocabulary) for spec in rings}
         self.turns: dict[int, Turn] = {}  # waiting, running and draining, in order of arrival
         self.totals = Totals()
         self._now = 0.0
@@ -145,7 +153,7 @@ class Scheduler:
                     count[owner] = count.get(owner, 0) + 1
         return count
 
-    # ---- local inputs ---------------------------------------------------------------------------
+    # ---- local inputs ----
 
     def _submit(self, submit: Submit, now: float, actions: list[Action]) -> None:
         assert submit.turn not in self.turns, submit.turn
@@ -187,7 +195,7 @@ class Scheduler:
             if gap.link == ring.verdict_link and ring.phase is not RingPhase.WAITING:
                 self._lose(ring, f"verdicts {gap.expected} to {gap.got} were lost", now)
 
-    # ---- from the ring --------------------------------------------------------------------------
+    # ---- from the ring ----
 
     def _from_ring(self, ring: Ring, frame: Frame, now: float, actions: list[Action]) -> None:
         match frame:
@@ -233,24 +241,21 @@ class Scheduler:
             result = results.get(segment.turn)
             if result is None:
                 self._refused(ring, turn)
-            else:
-                self._settled(ring, turn, segment, result, now, actions)
+            elif turn.phase is not Phase.RECOVERING:
+                reason = self._settled(ring, turn, segment, result, actions)
+                if reason is not None:
+                    self._finish(turn, reason, now, actions)
             self._drain(ring, turn, now, actions)
 
     def _settled(
-        self,
-        ring: Ring,
-        turn: Turn,
-        segment: Segment,
-        result: Result,
-        now: float,
-        actions: list[Action],
-    ) -> None:
-        """A segment's rows are written on every stage; its tokens, if any, are the next ones."""
+        self, ring: Ring, turn: Turn, segment: Segment, result: Result, actions: list[Action]
+    ) -> str | None:
+        """A segment's rows are written on every stage; its token, if any, is the next one.
+
+        Returns the finish reason when that token ends the turn.
+        """
         assert turn.slot == segment.slot, (turn, segment)
         assert turn.chain is not None
-        if turn.phase is Phase.RECOVERING:
-            return
         ring.ledger.extend(segment.slot, turn.chain, segment.end)
         if not turn.started:
             turn.started = True
@@ -258,15 +263,12 @@ class Scheduler:
             self.totals.prefix_cache_queries += len(turn.submit.prompt)
             self.totals.prefix_cache_hits += segment.start
         if not segment.want or turn.phase is Phase.DRAINING:
-            return
+            return None
         assert segment.end == turn.known, (segment, turn)
-        reason = None
-        for token in result.tokens:
-            reason = turn.commit(token)
-            self.totals.generation_tokens += 1
+        (token,) = result.tokens
+        self.totals.generation_tokens += 1
         actions.append(Tokens(turn.id, result.tokens, result.logprobs, result.top))
-        if reason is not None:
-            self._finish(turn, reason, now, actions)
+        return turn.commit(token)
 
     def _copied(self, ring: Ring, copy: Copy, now: float, actions: list[Action]) -> None:
         turn = self.turns[copy.turn]
@@ -293,14 +295,14 @@ class Scheduler:
             self._drain(ring, turn, now, actions)
 
     def _refused(self, ring: Ring, turn: Turn) -> None:
-        """The ledger was wrong about the turn's slot: believe nothing of it, start over there."""
+        """The ledger was wrong about the turn's slot: forget it, start over there."""
         assert turn.slot is not None
         ring.ledger.forget(turn.slot)
         if turn.phase is Phase.RUNNING:
             turn.phase = Phase.RECOVERING
             turn.refusals += 1
 
-    # ---- a turn's end -----------------------------------------------------------------------------
+    # ---- a turn's end ----
 
     def _finish(self, turn: Turn, reason: str, now: float, actions: list[Action]) -> None:
         actions.append(Finished(turn.id, reason))
@@ -325,10 +327,11 @@ class Scheduler:
                 del self.turns[turn.id]
         elif turn.phase is Phase.RECOVERING and turn.refusals <= MAX_REFUSALS:
             ring.ledger.forget(turn.slot)
-            turn.admit(ring.name, turn.slot, root_hash(ring.fingerprint, turn.submit.salt), None, 0)
+            root = root_hash(ring.fingerprint, turn.submit.salt)
+            turn.admit(ring.name, turn.slot, root, None, 0)
             actions.append(self._admitted(turn))
 
-    # ---- a ring's end -----------------------------------------------------------------------------
+    # ---- a ring's end ----
 
     def _lose(self, ring: Ring, detail: str, now: float) -> None:
         """Void what is in flight; the ring's turns wait to be resumed at what they committed."""
@@ -362,7 +365,7 @@ class Scheduler:
         for turn in list(self.turns.values()):
             late = now >= turn.waiting_since + self.limits.resume_s
             if turn.phase is Phase.WAITING and late and not ready:
-                text = f"the ring was lost and did not come back in {self.limits.resume_s:g} s"
+                text = f"no ring was ready for {self.limits.resume_s:g} s"
                 actions.append(Failed(turn.id, 503, "ring_lost", text))
                 self._end(turn, now, actions)
             elif turn.phase is Phase.RECOVERING and turn.refusals > MAX_REFUSALS:
@@ -370,7 +373,7 @@ class Scheduler:
                 actions.append(Failed(turn.id, 500, "rows_refused", text))
                 self._end(turn, now, actions)
 
-    # ---- what to send -----------------------------------------------------------------------------
+    # ---- what to send ----
 
     def _admit(self, now: float, actions: list[Action]) -> None:
         """Give slots to waiting turns, in order of arrival, by what is resident now."""
@@ -411,10 +414,9 @@ class Scheduler:
         else:
             ledger.forget(slot)
             assert turn.chain is not None
-            copy = ring.copy(turn.id, placement.source, slot, turn.chain, matched, now)
             turn.in_flight += 1
             self.totals.copied_rows += matched
-            actions.append(Send(copy))
+            actions.append(Send(ring.copy(turn.id, placement, turn.chain, now)))
         if resumed:
             self.totals.resumed += 1
         actions.append(self._admitted(turn))

@@ -1,7 +1,7 @@
 """Owns a stage process: an asyncio shell (heartbeats, signals) and one compute thread.
 
-The compute thread owns the data sockets and runs recv -> core -> forward -> send; a torch forward in
-the event loop would delay its timers by 100 ms, beside it by 0.2 ms. Decides nothing.
+The compute thread owns the data sockets and runs recv -> core -> forward -> send: a torch forward
+in the event loop would delay its timers by 100 ms, beside it by 0.2 ms. Decides nothing.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Worker:
     ) -> list[Action]:
         now_ns = time.monotonic_ns()
         if self._recorder is not None:
-            self._recorder.record(now_ns, time.time_ns(), direction, link, frame, envelope)
+            self._recorder.record(now_ns, time.time_ns(), direction, link, frame, envelope=envelope)
         return core.handle(frame, now_ns / 1e9)
 
     def _send(self, push: PushLink, frame: Frame) -> None:
@@ -134,7 +134,7 @@ class Worker:
         if self._recorder is not None:
             now_ns = time.monotonic_ns()
             self._recorder.record(
-                now_ns, time.time_ns(), Direction.OUT, push.address, frame, envelope
+                now_ns, time.time_ns(), Direction.OUT, push.address, frame, envelope=envelope
             )
 
 

@@ -14,6 +14,10 @@ from typing import Protocol
 from transport.frame import Result, Segment, Tensor
 
 
+class ModelError(ValueError):
+    """The model at a path cannot be used; the message names the path and what is wrong."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """What a stage says of its block in a roll call.

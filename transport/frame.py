@@ -122,7 +122,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """tail -> coordinator: exactly one for each Run, one Result per segment that was not refused."""
+    """tail -> coordinator: exactly one for each Run; a Result for each segment not refused."""
 
     ring: str
     epoch: int
