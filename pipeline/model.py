@@ -116,7 +116,9 @@ class ToyModel:
                 rows = [bytes(data[i : i + ROW_BYTES]) for i in range(0, len(data), ROW_BYTES)]
             at += count
             for offset, buffers in enumerate(self._rows):
-                rows = self._layer(self._info.layers[0] + offset, buffers[segment.slot], segment, rows)
+                rows = self._layer(
+                    self._info.layers[0] + offset, buffers[segment.slot], segment, rows
+                )
             outputs.extend(rows)
             if self._info.tail:
                 results.append(self._pick(segment, rows))
