@@ -131,7 +131,7 @@ class ByteTokenizer:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a model's files say beside the vocabulary. names: bos_token, eos_token, ... for the template."""
+    """What files say beside the vocabulary. names: bos_token, eos_token, ... for the template."""
 
     template: str | None
     tool_template: str | None
