@@ -210,7 +210,7 @@ def test_case_17_the_report_shows_where_the_prompt_left_what_was_resident() -> N
     engine = FakeEngine(says("x", matched=14, prompt=54))
     with structlog.testing.capture_logs() as logs:
         report = post(engine, CHAT, {"messages": messages})["kvring"]
-    assert report["first_new"] == {"position": 14, "text": " 12:03:5"}
+    assert report["first_new"] == {"position": 14, "text": "12:03:55"}
     assert "12:03" not in str(logs)
 
 
