@@ -68,7 +68,7 @@ def test_a_different_text_is_an_error(
     assert cli.run(["bench", "multiturn", *options]) == 1
     seen = capsys.readouterr()
     assert seen.out.count("DIFFERENT") == 3
-    assert "texts differ in 6 of 6 turns, first in round 1 turn 1; see" in seen.err
+    assert "cold and cached differ in 6 of 6 turns, first in round 1 turn 1; see" in seen.err
     assert len(json.loads((tmp_path / "multiturn.json").read_text())["mismatches"]) == 6
 
 

@@ -125,7 +125,7 @@ def _report(out: Path, plan: Plan, server: Json, results: list[Measurement], flo
     if different:
         first = "round {} turn {}".format(*different[0])
         raise ToolError(
-            f"cold and cached texts differ in {len(different)} of {plan.rounds * plan.turns} turns, "
+            f"cold and cached differ in {len(different)} of {plan.rounds * plan.turns} turns, "
             f"first in {first}; see {out / 'multiturn.json'}"
         )
     return 0
