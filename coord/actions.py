@@ -56,9 +56,10 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The turn is over. reason: "stop" (a stop token, which is the last committed one),
+    """The turn is over.
 
-    "length" (budget or context limit), or the reason of the Cancel that ended it.
+    reason: "stop" (a stop token, which is the last committed one), "length" (budget or context
+    limit), or the reason of the Cancel that ended it.
     """
 
     turn: int

@@ -14,6 +14,10 @@ from typing import Protocol
 from transport.frame import Result, Segment, Tensor
 
 
+class ModelError(ValueError):
+    """The model at a path cannot be used; the message names the path and what is wrong."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """What a stage says of its block in a roll call.
@@ -116,7 +120,9 @@ class ToyModel:
                 rows = [bytes(data[i : i + ROW_BYTES]) for i in range(0, len(data), ROW_BYTES)]
             at += count
             for offset, buffers in enumerate(self._rows):
-                rows = self._layer(self._info.layers[0] + offset, buffers[segment.slot], segment, rows)
+                rows = self._layer(
+                    self._info.layers[0] + offset, buffers[segment.slot], segment, rows
+                )
             outputs.extend(rows)
             if self._info.tail:
                 results.append(self._pick(segment, rows))

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from enum import StrEnum
+from operator import attrgetter
 from typing import Any
 
 import msgpack
@@ -57,141 +58,131 @@ MAX_PARTS = 2  # the header and at most one tensor
 MAX_SEGMENTS = 1024  # turns in one frame
 MAX_TOKENS = 1 << 20  # tokens of one segment or prompt
 MAX_STAGES = 256  # stages in one ring: timings and roll-call entries
+MAX_ROWS = 1 << 16  # positions of one Result with logprobs; the longest list of all
 MAX_TOP = 64  # most likely tokens listed per position
 MAX_TEXT = 4096  # characters of a detail
 MAX_NAME = 128
+MAX_DIMENSIONS = 4
 U31, U63 = 2**31 - 1, 2**63 - 1
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1, "int64": 8}
 
-# One codec is a pair: out(value, parts) -> plain msgpack value; into(plain, parts, where) -> value.
+# One codec is a pair: out(value, parts) -> plain msgpack value, None where the value will do as it
+# is; into(plain, parts) -> value. parts: the message's, none where only the header was kept. The
+# pairs are closures, built once from the tables below: about 0.15 us per field, less than what it
+# costs to construct the frozen dataclasses.
 _Out = Callable[[Any, list[Buffer]], Any]
-_Into = Callable[[Any, Sequence[Buffer], str], Any]
-_Codec = tuple[_Out, _Into]
-
-
-def _same(value: Any, parts: list[Buffer]) -> Any:
-    return value
+_Into = Callable[[Any, Sequence[Buffer]], Any]
+_Codec = tuple[_Out | None, _Into]
 
 
 def _integer(low: int, high: int) -> _Codec:
-    def into(plain: Any, parts: Sequence[Buffer], where: str) -> int:
-        if type(plain) is not int or not low <= plain <= high:
-            raise FrameError(f"{where}: not an integer in [{low}, {high}]: {plain!r:.80}")
-        return plain
+    def into(plain: Any, _: Sequence[Buffer]) -> int:
+        if type(plain) is int and low <= plain <= high:
+            return plain
+        raise FrameError(f"not an integer in [{low}, {high}]: {plain!r:.80}")
 
-    return _same, into
+    return None, into
 
 
 def _real(low: float, high: float) -> _Codec:
-    def into(plain: Any, parts: Sequence[Buffer], where: str) -> float:
-        if type(plain) is not float or not low <= plain <= high:  # NaN fails the comparison
-            raise FrameError(f"{where}: not a float in [{low}, {high}]: {plain!r:.80}")
-        return plain
+    def into(plain: Any, _: Sequence[Buffer]) -> float:
+        if type(plain) is float and low <= plain <= high:  # NaN fails the comparison
+            return plain
+        raise FrameError(f"not a float in [{low}, {high}]: {plain!r:.80}")
 
-    return _same, into
+    return (lambda value, _: float(value)), into
 
 
 def _text(limit: int) -> _Codec:
-    def into(plain: Any, parts: Sequence[Buffer], where: str) -> str:
-        if type(plain) is not str or len(plain) > limit:
-            raise FrameError(f"{where}: not a string of at most {limit} characters")
-        return plain
+    def into(plain: Any, _: Sequence[Buffer]) -> str:
+        if type(plain) is str and len(plain) <= limit:
+            return plain
+        raise FrameError(f"not a string of at most {limit} characters")
 
-    return _same, into
+    return None, into
 
 
 def _binary(low: int, high: int) -> _Codec:
-    def into(plain: Any, parts: Sequence[Buffer], where: str) -> bytes:
-        if type(plain) is not bytes or not low <= len(plain) <= high:
-            raise FrameError(f"{where}: not {low} to {high} bytes")
-        return plain
+    def into(plain: Any, _: Sequence[Buffer]) -> bytes:
+        if type(plain) is bytes and low <= len(plain) <= high:
+            return plain
+        raise FrameError(f"not {low} to {high} bytes")
 
-    return _same, into
+    return None, into
 
 
 def _flag() -> _Codec:
-    def into(plain: Any, parts: Sequence[Buffer], where: str) -> bool:
-        if type(plain) is not bool:
-            raise FrameError(f"{where}: not a boolean: {plain!r:.80}")
-        return plain
+    def into(plain: Any, _: Sequence[Buffer]) -> bool:
+        if type(plain) is bool:
+            return plain
+        raise FrameError(f"not a boolean: {plain!r:.80}")
 
-    return _same, into
+    return None, into
 
 
 def _choice(enum: type[StrEnum]) -> _Codec:
     table = {member.value: member for member in enum}
 
-    def into(plain: Any, parts: Sequence[Buffer], where: str) -> StrEnum:
+    def into(plain: Any, _: Sequence[Buffer]) -> StrEnum:
         member = table.get(plain) if type(plain) is str else None
-        if member is None:
-            raise FrameError(f"{where}: not one of {', '.join(table)}: {plain!r:.80}")
-        return member
+        if member is not None:
+            return member
+        raise FrameError(f"not one of {', '.join(table)}: {plain!r:.80}")
 
-    return (lambda value, parts: value.value), into
+    return None, into  # msgpack packs a StrEnum as the string that it is
 
 
-def _optional(inner: _Codec) -> _Codec:
+def _optional(inner: _Codec, default: Any = None) -> _Codec:
+    """None, or a common value, travels as nil: most segments are greedy, and a hop costs less."""
     inner_out, inner_into = inner
 
     def out(value: Any, parts: list[Buffer]) -> Any:
-        return None if value is None else inner_out(value, parts)
+        if value is default:
+            return None
+        return value if inner_out is None else inner_out(value, parts)
 
-    def into(plain: Any, parts: Sequence[Buffer], where: str) -> Any:
-        return None if plain is None else inner_into(plain, parts, where)
+    def into(plain: Any, parts: Sequence[Buffer]) -> Any:
+        return default if plain is None else inner_into(plain, parts)
 
-    return out, into
-
-
-def _default(inner: _Codec, default: Any) -> _Codec:
-    """The common value travels as nil: most segments are greedy, and a hop costs less."""
-    inner_out, inner_into = inner
-
-    def out(value: Any, parts: list[Buffer]) -> Any:
-        return None if value is default else inner_out(value, parts)
-
-    def into(plain: Any, parts: Sequence[Buffer], where: str) -> Any:
-        return default if plain is None else inner_into(plain, parts, where)
-
-    return out, into
+    return (None if inner_out is None and default is None else out), into
 
 
 def _many(inner: _Codec, low: int, high: int) -> _Codec:
     inner_out, inner_into = inner
 
     def out(value: Any, parts: list[Buffer]) -> list[Any]:
+        assert inner_out is not None
         return [inner_out(item, parts) for item in value]
 
-    def into(plain: Any, parts: Sequence[Buffer], where: str) -> tuple[Any, ...]:
+    def into(plain: Any, parts: Sequence[Buffer]) -> tuple[Any, ...]:
         if type(plain) is not list or not low <= len(plain) <= high:
-            raise FrameError(f"{where}: not a list of {low} to {high} items")
-        return tuple([inner_into(item, parts, where) for item in plain])
+            raise FrameError(f"not a list of {low} to {high} items")
+        return tuple([inner_into(item, parts) for item in plain])
 
-    return out, into
+    return (None if inner_out is None else out), into
 
 
-def _tuple(*inner: _Codec) -> _Codec:
-    def out(value: Any, parts: list[Buffer]) -> list[Any]:
-        return [codec[0](item, parts) for codec, item in zip(inner, value, strict=True)]
+def _pair(first: _Codec, second: _Codec) -> _Codec:
+    """Two plain values (neither needs an `out`: a float here must be one)."""
+    first_into, second_into = first[1], second[1]
 
-    def into(plain: Any, parts: Sequence[Buffer], where: str) -> tuple[Any, ...]:
-        if type(plain) is not list or len(plain) != len(inner):
-            raise FrameError(f"{where}: not a list of {len(inner)} items")
-        return tuple(
-            [codec[1](item, parts, where) for codec, item in zip(inner, plain, strict=True)]
-        )
+    def into(plain: Any, parts: Sequence[Buffer]) -> tuple[Any, ...]:
+        if type(plain) is not list or len(plain) != 2:
+            raise FrameError("not a list of 2 items")
+        return first_into(plain[0], parts), second_into(plain[1], parts)
 
-    return out, into
+    return None, into
 
 
 def _tokens(low: int) -> _Codec:
-    def out(value: tuple[int, ...], parts: list[Buffer]) -> bytes:
+    def out(value: tuple[int, ...], _: list[Buffer]) -> bytes:
         return pack_tokens(value)
 
-    def into(plain: Any, parts: Sequence[Buffer], where: str) -> tuple[int, ...]:
+    def into(plain: Any, _: Sequence[Buffer]) -> tuple[int, ...]:
         if type(plain) is not bytes or len(plain) % TOKEN_BYTES:
-            raise FrameError(f"{where}: not packed token ids")
+            raise FrameError("not packed token ids")
         if not low <= len(plain) // TOKEN_BYTES <= MAX_TOKENS:
-            raise FrameError(f"{where}: not {low} to {MAX_TOKENS} token ids")
+            raise FrameError(f"not {low} to {MAX_TOKENS} token ids")
         return unpack_tokens(plain)
 
     return out, into
@@ -199,23 +190,35 @@ def _tokens(low: int) -> _Codec:
 
 def _tensor() -> _Codec:
     def out(value: Tensor, parts: list[Buffer]) -> list[Any]:
-        parts.append(value.data)
-        return [value.dtype, list(value.shape)]
+        data = value.data
+        if isinstance(data, memoryview) and (data.ndim != 1 or data.itemsize != 1):
+            data = data.cast("B")  # sockets count the first dimension only
+        assert len(data) == math.prod(value.shape) * ITEM_BYTES[value.dtype], (
+            len(data), value.shape, value.dtype,
+        )  # fmt: skip
+        parts.append(data)
+        return [value.dtype, value.shape]
 
-    def into(plain: Any, parts: Sequence[Buffer], where: str) -> Tensor:
+    def into(plain: Any, parts: Sequence[Buffer]) -> Tensor:
         if type(plain) is not list or len(plain) != 2 or type(plain[1]) is not list:
-            raise FrameError(f"{where}: not [dtype, shape]")
+            raise FrameError("not [dtype, shape]")
         dtype, shape = plain
         item = ITEM_BYTES.get(dtype) if type(dtype) is str else None
         if item is None:
-            raise FrameError(f"{where}: unknown dtype {dtype!r:.80}")
-        if len(shape) > 4 or any(type(n) is not int or not 0 <= n <= U31 for n in shape):
-            raise FrameError(f"{where}: bad shape {shape!r:.80}")
+            raise FrameError(f"unknown dtype {dtype!r:.80}")
+        if len(shape) > MAX_DIMENSIONS:
+            raise FrameError(f"{len(shape)} dimensions")
+        size = item
+        for extent in shape:
+            if type(extent) is not int or not 0 <= extent <= U31:
+                raise FrameError(f"bad shape {shape!r:.80}")
+            size *= extent
+        if not parts:
+            return Tensor(dtype, tuple(shape), b"")
         if len(parts) < 2:
-            raise FrameError(f"{where}: its bytes are missing")
-        size = memoryview(parts[1]).nbytes
-        if size != math.prod(shape) * item:
-            raise FrameError(f"{where}: {size} bytes, but {dtype} {shape} needs another length")
+            raise FrameError("its bytes are missing")
+        if _size(parts[1]) != size:
+            raise FrameError(f"{_size(parts[1])} bytes, but {dtype} {shape} has {size}")
         return Tensor(dtype, tuple(shape), parts[1])
 
     return out, into
@@ -224,24 +227,40 @@ def _tensor() -> _Codec:
 def _record(cls: type, *codecs: _Codec) -> _Codec:
     names = [field.name for field in fields(cls)]
     assert len(names) == len(codecs), cls
-    outs = list(zip(names, [codec[0] for codec in codecs], strict=True))
-    paths = [f"{cls.__name__}.{name}" for name in names]
-    intos = list(zip([codec[1] for codec in codecs], paths, strict=True))
+    count = len(names)
+    outs = [(i, codec[0]) for i, codec in enumerate(codecs) if codec[0] is not None]
+    intos = [codec[1] for codec in codecs]
+    read: Callable[[Any], tuple[Any, ...]] = attrgetter(*names) if count > 1 else _row_of(names)
 
-    def out(value: Any, parts: list[Buffer]) -> list[Any]:
-        return [codec(getattr(value, name), parts) for name, codec in outs]
+    def out(value: Any, parts: list[Buffer]) -> Any:
+        if not outs:
+            return read(value)
+        row = list(read(value))
+        for i, codec in outs:
+            row[i] = codec(row[i], parts)
+        return row
 
-    def into(plain: Any, parts: Sequence[Buffer], where: str) -> Any:
-        if type(plain) is not list or len(plain) != len(intos):
-            raise FrameError(f"{where}: {cls.__name__} is not a list of {len(intos)} fields")
-        return cls(
-            *[
-                codec(item, parts, path)
-                for item, (codec, path) in zip(plain, intos, strict=True)
-            ]
-        )
+    def into(plain: Any, parts: Sequence[Buffer]) -> Any:
+        if type(plain) is not list or len(plain) != count:
+            raise FrameError(f"{cls.__name__} is not a list of {count} fields")
+        row: list[Any] = []
+        try:
+            for codec, item in zip(intos, plain):  # noqa: B905 - equal lengths, and in a hot loop
+                row.append(codec(item, parts))
+        except FrameError as error:
+            raise FrameError(f"{cls.__name__}.{names[len(row)]}: {error}") from None
+        return cls(*row)
 
     return out, into
+
+
+def _row_of(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
+    """What attrgetter does for two names or more."""
+    return lambda value: tuple([getattr(value, name) for name in names])
+
+
+def _size(buffer: Buffer) -> int:
+    return buffer.nbytes if isinstance(buffer, memoryview) else len(buffer)
 
 
 _NAME = _text(MAX_NAME)
@@ -250,9 +269,8 @@ _COUNT = _integer(0, U31)
 _SERIAL = _integer(0, U63)
 _DIGEST = _binary(DIGEST_BYTES, DIGEST_BYTES)
 _SALT = _binary(0, 64)
-_INFINITY = math.inf
 
-_SAMPLING = _default(
+_SAMPLING = _optional(
     _record(
         Sampling,
         _real(0.0, 1e6),
@@ -276,24 +294,25 @@ _SEGMENT = _record(
     _SAMPLING,
     _SALT,
 )
+_ENVELOPE = _record(Envelope, _NAME, _SERIAL, _SERIAL)[1]
 _TIMINGS = _many(_record(Timing, _NAME, _SERIAL, _SERIAL), 0, MAX_STAGES)
-_LOGPROB = _real(-_INFINITY, 0.0)
-_TOP = _many(_tuple(_COUNT, _LOGPROB), 0, MAX_TOP)
+_LOGPROB = _real(-math.inf, 0.0)
+_TOP = _many(_pair(_COUNT, _LOGPROB), 0, MAX_TOP)
 _RESULT = _record(
     Result,
     _SERIAL,
     _COUNT,
     _COUNT,
     _tokens(0),
-    _many(_LOGPROB, 0, MAX_TOKENS),
-    _many(_TOP, 0, MAX_TOKENS),
+    _many(_LOGPROB, 0, MAX_ROWS),
+    _many(_TOP, 0, MAX_ROWS),
 )
 _RESULTS = _many(_RESULT, 0, MAX_SEGMENTS)
 _ENTRY = _record(
     StageEntry,
     _NAME,
     _SERIAL,
-    _tuple(_COUNT, _COUNT),
+    _pair(_COUNT, _COUNT),
     _COUNT,
     _binary(1, 64),
     _COUNT,
@@ -302,8 +321,8 @@ _ENTRY = _record(
     _TEXT,
 )
 
-_CODECS: dict[str, tuple[type, _Codec]] = {
-    cls.__name__: (cls, _record(cls, *codecs))
+_CODECS: dict[str, _Codec] = {
+    cls.__name__: _record(cls, *codecs)
     for cls, codecs in {
         Run: (
             _NAME,
@@ -363,9 +382,11 @@ def encode(frame: Frame, envelope: Envelope) -> list[Buffer]:
     """One multipart message: the header (never empty), then the frame's buffers."""
     kind = type(frame).__name__
     parts: list[Buffer] = [b""]
-    body = _CODECS[kind][1][0](frame, parts)
+    out = _CODECS[kind][0]
+    assert out is not None
+    body = out(frame, parts)
     parts[0] = msgpack.packb(
-        [PROTOCOL, envelope.sender, envelope.incarnation, envelope.number, kind, body]
+        (PROTOCOL, envelope.sender, envelope.incarnation, envelope.number, kind, body)
     )
     return parts
 
@@ -374,26 +395,40 @@ def decode(parts: Sequence[Buffer]) -> tuple[Frame, Envelope]:
     """The reverse of `encode`. Raises FrameError on anything that `encode` cannot have written."""
     if not 1 <= len(parts) <= MAX_PARTS:
         raise FrameError(f"a message of {len(parts)} parts")
-    header = parts[0]
-    if memoryview(header).nbytes > MAX_HEADER_BYTES:
-        raise FrameError(f"a header of {memoryview(header).nbytes} bytes")
-    if len(parts) > 1 and memoryview(parts[1]).nbytes > MAX_PAYLOAD_BYTES:
-        raise FrameError(f"a payload of {memoryview(parts[1]).nbytes} bytes")
+    if len(parts) == 2 and _size(parts[1]) > MAX_PAYLOAD_BYTES:
+        raise FrameError(f"a payload of {_size(parts[1])} bytes")
+    frame, envelope = _open(parts[0], parts)
+    if len(parts) == 2 and getattr(frame, "payload", None) is None:
+        raise FrameError(f"{type(frame).__name__}: a buffer that the header does not name")
+    return frame, envelope
+
+
+def decode_header(header: Buffer) -> tuple[Frame, Envelope]:
+    """`decode` for a header whose buffers were not kept: a tensor has its shape but no data."""
+    return _open(header, ())
+
+
+def _open(header: Buffer, parts: Sequence[Buffer]) -> tuple[Frame, Envelope]:
+    size = _size(header)
+    if size > MAX_HEADER_BYTES:
+        raise FrameError(f"a header of {size} bytes")
     try:
-        plain = msgpack.unpackb(header, max_map_len=0, max_ext_len=0)
+        plain = msgpack.unpackb(
+            header,
+            max_array_len=min(size, MAX_ROWS),  # lists are allocated by their declared length
+            max_map_len=0,
+            max_ext_len=0,
+        )
     except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:
         raise FrameError(f"not msgpack: {error!r:.200}") from None
     if type(plain) is not list or len(plain) != 6:
         raise FrameError("not a frame header")
-    if plain[0] != PROTOCOL:
-        raise FrameError(f"protocol {plain[0]!r:.20}, this side speaks {PROTOCOL}")
-    sender = _NAME[1](plain[1], parts, "sender")
-    incarnation = _SERIAL[1](plain[2], parts, "incarnation")
-    number = _SERIAL[1](plain[3], parts, "number")
-    entry = _CODECS.get(plain[4]) if type(plain[4]) is str else None
-    if entry is None:
-        raise FrameError(f"unknown kind {plain[4]!r:.80}")
-    frame: Frame = entry[1][1](plain[5], parts, plain[4])
-    if (len(parts) == 2) != (getattr(frame, "payload", None) is not None):
-        raise FrameError(f"{plain[4]}: a buffer that the header does not name")
-    return frame, Envelope(sender, incarnation, number)
+    protocol, sender, incarnation, number, kind, body = plain
+    if type(protocol) is not int or protocol != PROTOCOL:
+        raise FrameError(f"protocol {protocol!r:.20}, this side speaks {PROTOCOL}")
+    codec = _CODECS.get(kind) if type(kind) is str else None
+    if codec is None:
+        raise FrameError(f"unknown kind {kind!r:.80}")
+    envelope = _ENVELOPE([sender, incarnation, number], parts)
+    frame: Frame = codec[1](body, parts)
+    return frame, envelope

@@ -122,7 +122,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """tail -> coordinator: exactly one for each Run, one Result per segment that was not refused."""
+    """tail -> coordinator: exactly one for each Run; a Result for each segment not refused."""
 
     ring: str
     epoch: int
@@ -286,7 +286,7 @@ class Forwarded:
 
 @dataclass(frozen=True, slots=True)
 class LinkGap:
-    """An incoming link skipped frames: `expected` should have come, `got` came."""
+    """Frames of one sender (`link` is its name) were lost: `got` came, not `expected`."""
 
     link: str
     expected: int

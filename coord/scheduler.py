@@ -1,0 +1,451 @@
+"""Owns the schedule: which turn runs where, which rows the next frame takes, what a verdict means.
+
+The coordinator's core: frames in, actions out (`handle`). No clock, no I/O, no text. The driver is
+the asyncio shell (coord.coordinator), the simulator, or the replayer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from coord.actions import Action, Admitted, Failed, Finished, Send, Tokens
+from coord.ledger import Placement
+from coord.ring import PROBE_TURN, InFlight, Ring
+from coord.ring import Phase as RingPhase
+from coord.turn import Phase, Turn
+from transport.chain import root_hash
+from transport.config import Limits
+from transport.config import Ring as RingSpec
+from transport.frame import (
+    Cancel,
+    Copy,
+    Frame,
+    Free,
+    FreeSlot,
+    Heartbeat,
+    LinkGap,
+    Ping,
+    Refusal,
+    Reject,
+    Result,
+    RollCall,
+    Run,
+    Segment,
+    StageLost,
+    Submit,
+    Verdict,
+)
+
+MAX_REFUSALS = 3  # of one turn's rows before it fails: a cold start can't be refused for content
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counters since the process began; the names are those of GET /metrics."""
+
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    prefilled_tokens: int = 0  # rows sent as prefill, a turn's own resume included
+    copied_rows: int = 0
+    evictions: int = 0  # slots whose rows were overwritten by another text
+    resumed: int = 0
+
+
+class Scheduler:
+    """All turns of all rings. `handle` is the only place where state changes."""
+
+    def __init__(
+        self,
+        rings: tuple[RingSpec, ...],
+        limits: Limits,
+        *,
+        first_epoch: int = 0,
+        vocabulary: int = 0,
+    ) -> None:
+        """first_epoch: rings count on from it. vocabulary: ids that the tokenizer may give."""
+        self.limits = limits
+        self.rings = {spec.name: Ring(spec, limits, first_epoch, vocabulary) for spec in rings}
+        self.turns: dict[int, Turn] = {}  # waiting, running and draining, in order of arrival
+        self.totals = Totals()
+        self._now = 0.0
+
+    def handle(self, frame: Frame, now: float) -> list[Action]:
+        """Take one frame; return what to do, in order. now: seconds on any monotonic clock."""
+        self._now = now
+        actions: list[Action] = []
+        match frame:
+            case Submit():
+                self._submit(frame, now, actions)
+            case Cancel():
+                self._cancel(frame, now, actions)
+            case FreeSlot():
+                self._free_slot(frame, now, actions)
+            case LinkGap():
+                self._gap(frame, now)
+            case Heartbeat() | RollCall() | Verdict() | Reject() | Copy() | Free() | Ping():
+                ring = self.rings.get(frame.ring)
+                if ring is not None:
+                    self._from_ring(ring, frame, now, actions)
+            case StageLost():
+                ring = self.rings.get(frame.ring)
+                if ring is not None and ring.phase is not RingPhase.WAITING:
+                    self._lose(ring, f"stage {frame.stage}: {frame.detail}", now)
+        self._look_after_rings(now, actions)
+        self._fail_stranded(now, actions)
+        self._admit(now, actions)
+        for ring in self.rings.values():
+            self._fill(ring, now, actions)
+        return actions
+
+    def deadline(self) -> float | None:
+        """When a Tick is wanted, on the clock of `handle`."""
+        times = [ring.deadline(self._now) for ring in self.rings.values()]
+        if not self._any_ready():
+            times += [
+                turn.waiting_since + self.limits.resume_s
+                for turn in self.turns.values()
+                if turn.phase is Phase.WAITING
+            ]
+        return min(times, default=None)
+
+    def check(self) -> None:
+        """Assert every invariant; tests and the simulator call it after each event."""
+        for ring in self.rings.values():
+            ring.check()
+            for index, slot in enumerate(ring.ledger.slots):
+                if slot.turn is not None:
+                    turn = self.turns[slot.turn]
+                    assert (turn.ring, turn.slot) == (ring.name, index), (turn, index)
+        flying = self._flying()
+        for turn in self.turns.values():
+            turn.check()
+            assert turn.in_flight == flying.get(turn.id, 0), (turn, flying)
+            if turn.slot is not None:
+                assert turn.ring is not None, turn
+                slot = self.rings[turn.ring].ledger.slots[turn.slot]
+                assert slot.turn == turn.id, (slot, turn)
+                assert slot.resident <= turn.sent or turn.phase is not Phase.RUNNING, (slot, turn)
+
+    def waiting(self) -> int:
+        """Turns in the queue."""
+        return sum(turn.phase is Phase.WAITING for turn in self.turns.values())
+
+    def running(self) -> int:
+        """Turns that hold a slot for a client."""
+        active = (Phase.RUNNING, Phase.RECOVERING)
+        return sum(turn.phase in active for turn in self.turns.values())
+
+    def _any_ready(self) -> bool:
+        return any(ring.phase is RingPhase.READY for ring in self.rings.values())
+
+    def _flying(self) -> dict[int, int]:
+        count: dict[int, int] = {}
+        for ring in self.rings.values():
+            for record in ring.in_flight.values():
+                frame = record.frame
+                if isinstance(frame, Run):
+                    owners = [segment.turn for segment in frame.segments]
+                else:
+                    owners = [frame.turn] if isinstance(frame, Copy) else []
+                for owner in owners:
+                    count[owner] = count.get(owner, 0) + 1
+        return count
+
+    # ---- local inputs ----
+
+    def _submit(self, submit: Submit, now: float, actions: list[Action]) -> None:
+        assert submit.turn not in self.turns, submit.turn
+        assert submit.turn != PROBE_TURN
+        limit = self.limits.max_model_len
+        prompt = len(submit.prompt)
+        if not prompt:
+            actions.append(Failed(submit.turn, 400, "empty_prompt", "the prompt has no tokens"))
+        elif prompt + 1 > limit:
+            text = f"the prompt has {prompt} tokens and the context limit is {limit}"
+            actions.append(Failed(submit.turn, 400, "context_length_exceeded", text))
+        elif submit.budget < 1:
+            actions.append(Failed(submit.turn, 400, "invalid_value", "nothing to generate"))
+        elif not self._any_ready():
+            text = "; ".join(f"{ring.name}: {ring.detail}" for ring in self.rings.values())
+            actions.append(Failed(submit.turn, 503, "not_ready", f"no ring is ready ({text})"))
+        elif self.waiting() >= self.limits.queue_turns:
+            text = f"{self.limits.queue_turns} turns are waiting already"
+            actions.append(Failed(submit.turn, 429, "queue_full", text))
+        else:
+            budget = min(submit.budget, limit - prompt)
+            self.turns[submit.turn] = Turn(submit, budget, waiting_since=now)
+
+    def _cancel(self, cancel: Cancel, now: float, actions: list[Action]) -> None:
+        turn = self.turns.get(cancel.turn)
+        if turn is not None and turn.phase is not Phase.DRAINING:
+            self._finish(turn, cancel.reason, now, actions)
+
+    def _free_slot(self, request: FreeSlot, now: float, actions: list[Action]) -> None:
+        ring = self.rings.get(request.ring)
+        if ring is None or request.slot >= len(ring.ledger.slots):
+            return
+        if ring.phase is RingPhase.READY and ring.ledger.slots[request.slot].turn is None:
+            ring.ledger.forget(request.slot)
+            actions.append(Send(ring.free(request.slot, now)))
+
+    def _gap(self, gap: LinkGap, now: float) -> None:
+        for ring in self.rings.values():
+            if gap.link == ring.verdict_link and ring.phase is not RingPhase.WAITING:
+                self._lose(ring, f"verdicts {gap.expected} to {gap.got} were lost", now)
+
+    # ---- from the ring ----
+
+    def _from_ring(self, ring: Ring, frame: Frame, now: float, actions: list[Action]) -> None:
+        match frame:
+            case Heartbeat():
+                broken = ring.heard(frame, now)
+                if broken is not None:
+                    self._lose(ring, broken, now)
+            case RollCall():
+                probe = ring.answered(frame, now)
+                if probe is not None:
+                    actions.append(Send(probe))
+            case Reject():
+                self._reject(ring, frame, now, actions)
+            case Verdict():
+                record = ring.settle(frame.epoch, frame.seq)
+                if record is not None:
+                    self._verdict(ring, record, frame, now, actions)
+            case Copy():
+                record = ring.settle(frame.epoch, frame.seq)
+                if record is not None:
+                    self._copied(ring, frame, now, actions)
+            case Ping():
+                record = ring.settle(frame.epoch, frame.seq)
+                if record is not None:
+                    ring.stats.hop_s = now - record.sent_at
+            case Free():
+                ring.settle(frame.epoch, frame.seq)
+
+    def _verdict(
+        self, ring: Ring, record: InFlight, verdict: Verdict, now: float, actions: list[Action]
+    ) -> None:
+        assert isinstance(record.frame, Run), record
+        ring.timed(verdict)
+        results = {result.turn: result for result in verdict.results}
+        for segment in record.frame.segments:
+            if segment.turn == PROBE_TURN:
+                probe = ring.probed(verdict, now)
+                if probe is not None:
+                    actions.append(Send(probe))
+                return
+            turn = self.turns[segment.turn]
+            turn.in_flight -= 1
+            result = results.get(segment.turn)
+            if result is None:
+                self._refused(ring, turn)
+            elif turn.phase is not Phase.RECOVERING:
+                reason = self._settled(ring, turn, segment, result, actions)
+                if reason is not None:
+                    self._finish(turn, reason, now, actions)
+            self._drain(ring, turn, now, actions)
+
+    def _settled(
+        self, ring: Ring, turn: Turn, segment: Segment, result: Result, actions: list[Action]
+    ) -> str | None:
+        """A segment's rows are written on every stage; its token, if any, is the next one.
+
+        Returns the finish reason when that token ends the turn.
+        """
+        assert turn.slot == segment.slot, (turn, segment)
+        assert turn.chain is not None
+        ring.ledger.extend(segment.slot, turn.chain, segment.end)
+        if not turn.started:
+            turn.started = True
+            self.totals.prompt_tokens += len(turn.submit.prompt)
+            self.totals.prefix_cache_queries += len(turn.submit.prompt)
+            self.totals.prefix_cache_hits += segment.start
+        if not segment.want or turn.phase is Phase.DRAINING:
+            return None
+        assert segment.end == turn.known, (segment, turn)
+        (token,) = result.tokens
+        self.totals.generation_tokens += 1
+        actions.append(Tokens(turn.id, result.tokens, result.logprobs, result.top))
+        return turn.commit(token)
+
+    def _copied(self, ring: Ring, copy: Copy, now: float, actions: list[Action]) -> None:
+        turn = self.turns[copy.turn]
+        turn.in_flight -= 1
+        if turn.phase is not Phase.RECOVERING:
+            assert turn.chain is not None
+            ring.ledger.extend(copy.target, turn.chain, copy.length)
+        self._drain(ring, turn, now, actions)
+
+    def _reject(self, ring: Ring, reject: Reject, now: float, actions: list[Action]) -> None:
+        ring.stats.refused += 1
+        if reject.code in (Refusal.EPOCH, Refusal.LINK):
+            if ring.distrusts(reject):
+                self._lose(ring, f"stage {reject.stage}: {reject.detail}", now)
+            return
+        record = ring.in_flight.get(reject.seq) if reject.epoch == ring.epoch else None
+        if record is None or isinstance(record.frame, Run):
+            return  # a Run's Verdict still comes, without the refused segment
+        ring.settle(reject.epoch, reject.seq)
+        if isinstance(record.frame, Copy):
+            turn = self.turns[record.frame.turn]
+            turn.in_flight -= 1
+            self._refused(ring, turn)
+            self._drain(ring, turn, now, actions)
+
+    def _refused(self, ring: Ring, turn: Turn) -> None:
+        """The ledger was wrong about the turn's slot: forget it, start over there."""
+        assert turn.slot is not None
+        ring.ledger.forget(turn.slot)
+        if turn.phase is Phase.RUNNING:
+            turn.phase = Phase.RECOVERING
+            turn.refusals += 1
+
+    # ---- a turn's end ----
+
+    def _finish(self, turn: Turn, reason: str, now: float, actions: list[Action]) -> None:
+        actions.append(Finished(turn.id, reason))
+        self._end(turn, now, actions)
+
+    def _end(self, turn: Turn, now: float, actions: list[Action]) -> None:
+        if turn.phase is Phase.WAITING:
+            del self.turns[turn.id]
+            return
+        turn.phase = Phase.DRAINING
+        assert turn.ring is not None
+        self._drain(self.rings[turn.ring], turn, now, actions)
+
+    def _drain(self, ring: Ring, turn: Turn, now: float, actions: list[Action]) -> None:
+        """When the last of a turn's frames has come back, its slot is free (or is started over)."""
+        if turn.in_flight:
+            return
+        assert turn.slot is not None
+        if turn.phase is Phase.DRAINING:
+            if turn.id in self.turns:
+                ring.ledger.release(turn.slot, turn.id, now)
+                del self.turns[turn.id]
+        elif turn.phase is Phase.RECOVERING and turn.refusals <= MAX_REFUSALS:
+            ring.ledger.forget(turn.slot)
+            root = root_hash(ring.fingerprint, turn.submit.salt)
+            turn.admit(ring.name, turn.slot, root, None, 0)
+            actions.append(self._admitted(turn))
+
+    # ---- a ring's end ----
+
+    def _lose(self, ring: Ring, detail: str, now: float) -> None:
+        """Void what is in flight; the ring's turns wait to be resumed at what they committed."""
+        ring.forget(detail)
+        for turn in list(self.turns.values()):
+            if turn.phase is Phase.WAITING:
+                turn.waiting_since = now  # the time to come back counts from the loss
+            if turn.ring != ring.name or turn.slot is None:
+                continue
+            ring.ledger.release(turn.slot, turn.id, now)
+            turn.in_flight = 0
+            turn.ring = turn.slot = None
+            if turn.phase is Phase.DRAINING:
+                del self.turns[turn.id]
+            else:
+                turn.phase = Phase.WAITING
+                turn.waiting_since = now
+
+    def _look_after_rings(self, now: float, actions: list[Action]) -> None:
+        for ring in self.rings.values():
+            broken = ring.overdue(now)
+            if broken is not None:
+                self._lose(ring, broken, now)
+            for frame in (ring.ask(now), ring.ping(now)):
+                if frame is not None:
+                    actions.append(Send(frame))
+
+    def _fail_stranded(self, now: float, actions: list[Action]) -> None:
+        """A turn that lost its ring, or was refused too often, fails within a stated bound."""
+        ready = self._any_ready()
+        for turn in list(self.turns.values()):
+            late = now >= turn.waiting_since + self.limits.resume_s
+            if turn.phase is Phase.WAITING and late and not ready:
+                text = f"no ring was ready for {self.limits.resume_s:g} s"
+                actions.append(Failed(turn.id, 503, "ring_lost", text))
+                self._end(turn, now, actions)
+            elif turn.phase is Phase.RECOVERING and turn.refusals > MAX_REFUSALS:
+                text = f"the stages refused the turn's rows {turn.refusals} times"
+                actions.append(Failed(turn.id, 500, "rows_refused", text))
+                self._end(turn, now, actions)
+
+    # ---- what to send ----
+
+    def _admit(self, now: float, actions: list[Action]) -> None:
+        """Give slots to waiting turns, in order of arrival, by what is resident now."""
+        for turn in list(self.turns.values()):
+            if turn.phase is not Phase.WAITING:
+                continue
+            found = self._best(turn)
+            if found is None:
+                return
+            self._place(turn, *found, now, actions)
+
+    def _best(self, turn: Turn) -> tuple[Ring, Placement] | None:
+        """The ring and slot where the fewest tokens must be prefilled, busy rings last."""
+        packed = turn.packed()
+        best: tuple[Ring, Placement] | None = None
+        for ring in self.rings.values():
+            if ring.phase is not RingPhase.READY:
+                continue
+            root = root_hash(ring.fingerprint, turn.submit.salt)
+            reuse = turn.submit.reuse and ring.reuse
+            placement = ring.ledger.place(packed, root, turn.known - 1, reuse=reuse)
+            if placement is not None and (best is None or placement.matched > best[1].matched):
+                best = ring, placement
+        return best
+
+    def _place(
+        self, turn: Turn, ring: Ring, placement: Placement, now: float, actions: list[Action]
+    ) -> None:
+        ledger, slot, matched = ring.ledger, placement.slot, placement.matched
+        donor = ledger.slots[slot if placement.source is None else placement.source].chain
+        resumed = turn.admitted_before
+        turn.admit(ring.name, slot, root_hash(ring.fingerprint, turn.submit.salt), donor, matched)
+        ledger.pin(slot, turn.id)
+        if ledger.slots[slot].resident > matched:
+            self.totals.evictions += 1
+        if placement.source is None:
+            ledger.truncate(slot, matched)
+        else:
+            ledger.forget(slot)
+            assert turn.chain is not None
+            turn.in_flight += 1
+            self.totals.copied_rows += matched
+            actions.append(Send(ring.copy(turn.id, placement, turn.chain, now)))
+        if resumed:
+            self.totals.resumed += 1
+        actions.append(self._admitted(turn))
+
+    def _admitted(self, turn: Turn) -> Admitted:
+        assert turn.ring is not None
+        assert turn.slot is not None
+        prompt, matched = len(turn.submit.prompt), turn.sent
+        return Admitted(turn.id, turn.ring, turn.slot, prompt, matched, turn.started)
+
+    def _fill(self, ring: Ring, now: float, actions: list[Action]) -> None:
+        """While the ring has room: every ready decode segment, then prefill up to the budget."""
+        while ring.room():
+            segments: list[Segment] = []
+            left = self.limits.chunk_tokens
+            mine = [turn for turn in self.turns.values() if turn.ring == ring.name]
+            for decoding in (True, False):
+                for turn in mine:
+                    if turn.decoding is decoding:
+                        segment = turn.next_segment(left)
+                        if segment is not None:
+                            segments.append(segment)
+                            left -= 0 if decoding else len(segment.tokens)
+                            self._sent(ring, segment)
+            if not segments:
+                return
+            actions.append(Send(ring.run(tuple(segments), now)))
+
+    def _sent(self, ring: Ring, segment: Segment) -> None:
+        ring.ledger.truncate(segment.slot, segment.start)
+        if segment.kind == "prefill":
+            self.totals.prefilled_tokens += len(segment.tokens)

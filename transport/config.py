@@ -1,0 +1,469 @@
+"""Owns ring.toml: its text -> frozen dataclasses, each value checked once, and back.
+
+Every error is a ConfigError that names the key and the line. Opens no socket and loads no model:
+whether the last stage reaches the model's last layer is only known at the roll call.
+See docs/ring-toml.md for every key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import re
+import tomllib
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+from transport.codec import MAX_PAYLOAD_BYTES, MAX_STAGES
+from transport.toml_lines import key_lines
+
+TOY = "toy"
+DTYPES = ("bfloat16", "float32")
+MAX_CONFIG_BYTES = 1 << 20
+MAX_RINGS = 64
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_TCP = re.compile(r"tcp://(?P<host>[^\s:/\[\]]+|\[[0-9A-Fa-f:.%a-z0-9]+\]):(?P<port>[0-9]{1,5})")
+_HTTP = re.compile(r"(?P<host>[^\s:/\[\]]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})")
+_ANYWHERE = ("*", "0.0.0.0", "[::]")
+_ADVICE = "write tcp://host:port or ipc://path"
+
+
+class ConfigError(ValueError):
+    """ring.toml can't be used. key: dotted, None where the text is no TOML; line: from 1."""
+
+    def __init__(self, file: str, line: int, key: str | None, message: str) -> None:
+        super().__init__(f"{file}:{line}: {key + ': ' if key else ''}{message}")
+        self.key = key
+        self.line = line
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What is served. path: absolute file or folder, or "toy"; name: what clients call it."""
+
+    path: str
+    name: str
+    dtype: str = "bfloat16"
+    exact: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Coordinator:
+    """http: host:port of the HTTP API."""
+
+    http: str = "127.0.0.1:8000"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of everything that could grow; see docs/ring-toml.md.
+
+    max_model_len: tokens of prompt and reply. window_frames: Runs in flight per ring, None for
+    stages + 1. frame_timeout_s: a frame without a verdict for this long counts as lost.
+    resume_s: a turn whose ring was lost fails when no ring is ready after this long.
+    """
+
+    slots: int = 4
+    max_model_len: int = 4096
+    chunk_tokens: int = 256
+    window_frames: int | None = None
+    queue_turns: int = 256
+    heartbeat_s: float = 1.0
+    lost_after_s: float = 5.0
+    frame_timeout_s: float = 30.0
+    resume_s: float = 60.0
+    send_timeout_s: float = 10.0
+    max_frame_bytes: int = MAX_PAYLOAD_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One daemon. address: where others send its frames; bind: where it listens, if different.
+
+    layers: [first, last).
+    """
+
+    name: str
+    address: str
+    layers: tuple[int, int]
+    device: str = "cpu"
+    threads: int = 1
+    bind: str | None = None
+
+    @property
+    def listen(self) -> str:
+        """Where the stage's PULL socket binds."""
+        return self.bind or self.address
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """Stages in order of their layers. verdicts: the coordinator's PULL socket for this ring."""
+
+    name: str
+    verdicts: str
+    stages: tuple[Stage, ...]
+    bind: str | None = None
+
+    @property
+    def listen(self) -> str:
+        """Where the coordinator's PULL socket for this ring binds."""
+        return self.bind or self.verdicts
+
+    @property
+    def head(self) -> Stage:
+        """The first stage: the coordinator sends to it."""
+        return self.stages[0]
+
+    @property
+    def layers_total(self) -> int:
+        """Layers that the stages hold together."""
+        return self.stages[-1].layers[1]
+
+    def next_address(self, stage: Stage) -> str:
+        """Where `stage` sends its frames: the stage after it, or the coordinator for the tail."""
+        after = self.stages.index(stage) + 1
+        return self.verdicts if after == len(self.stages) else self.stages[after].address
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """All of ring.toml. Stage and ring names are unique in the whole file."""
+
+    model: Model
+    rings: tuple[Ring, ...]
+    coordinator: Coordinator = Coordinator()
+    limits: Limits = field(default_factory=Limits)
+
+    def find(self, stage: str) -> tuple[Ring, Stage]:
+        """The stage of that name and its ring. Raises KeyError whose text lists the names."""
+        for ring in self.rings:
+            for each in ring.stages:
+                if each.name == stage:
+                    return ring, each
+        known = ", ".join(each.name for ring in self.rings for each in ring.stages)
+        raise KeyError(f"no stage {stage!r} in ring.toml; there are {known}")
+
+    def window_frames(self, ring: Ring) -> int:
+        """Frames that may be in flight on a ring."""
+        return self.limits.window_frames or len(ring.stages) + 1
+
+
+def load(path: str | os.PathLike[str]) -> Config:
+    """Read a ring.toml. Raises ConfigError; OSError where the file can't be read."""
+    file = Path(path)
+    with file.open("rb") as stream:
+        data = stream.read(MAX_CONFIG_BYTES + 1)
+    if len(data) > MAX_CONFIG_BYTES:
+        raise ConfigError(str(file), 1, None, f"more than {MAX_CONFIG_BYTES} bytes")
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ConfigError(str(file), line, None, "not UTF-8 text") from None
+    return loads(text, folder=file.parent, file=str(file))
+
+
+def loads(text: str, *, folder: str | os.PathLike[str] = ".", file: str = "ring.toml") -> Config:
+    """Check a ring.toml's text; relative paths mean relative to `folder`. Raises ConfigError."""
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        at = re.search(r"line (\d+)", str(error))
+        line = int(at[1]) if at else text.count("\n") + 1
+        raise ConfigError(file, line, None, f"not TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(file, 1, None, "not TOML: nested too deeply") from None
+    top = _Table(data, (), key_lines(text), file, Path(folder).absolute())
+    config = Config(
+        model=_model(top.table("model")),
+        coordinator=_coordinator(top.table("coordinator", required=False)),
+        limits=_limits(top.table("limits", required=False)),
+        rings=tuple([_ring(table) for table in top.tables("ring", MAX_RINGS)]),
+    )
+    top.finish()
+    _unique(config, top)
+    return config
+
+
+def dumps(config: Config) -> str:
+    """The text of a ring.toml that loads as `config`; what equals the default is left out."""
+    lines = ["[model]", *_pairs(config.model)]
+    for name, part in (("coordinator", config.coordinator), ("limits", config.limits)):
+        pairs = _pairs(part)
+        lines += ["", f"[{name}]", *pairs] if pairs else []
+    for ring in config.rings:
+        lines += ["", "[[ring]]", *_pairs(ring)]
+        for stage in ring.stages:
+            lines += ["", "[[ring.stage]]", *_pairs(stage)]
+    return "\n".join(lines) + "\n"
+
+
+class _Table:
+    """One table of the file: hands out its keys, each checked, and then refuses what is left."""
+
+    def __init__(
+        self,
+        data: dict[str, Any],
+        path: tuple[str | int, ...],
+        lines: dict[tuple[str | int, ...], int],
+        file: str,
+        folder: Path,
+    ) -> None:
+        self.data = data
+        self.folder = folder
+        self._path = path
+        self._lines = lines
+        self._file = file
+        self._known: list[str] = []
+
+    def fail(self, message: str, *key: str | int) -> NoReturn:
+        """Raise ConfigError at a key of this table, or at the table itself."""
+        path = self._path + key
+        at = path
+        while at and at not in self._lines:
+            at = at[:-1]
+        dotted = ""
+        for part in path:
+            dotted += f"[{part}]" if isinstance(part, int) else f".{part}" if dotted else part
+        raise ConfigError(self._file, self._lines.get(at, 1), dotted or None, message)
+
+    def take(self, key: str, kind: type, default: Any = MISSING) -> Any:
+        """The value of a key, of exactly that type (an integer passes for a float)."""
+        self._known.append(key)
+        if key not in self.data:
+            if default is MISSING:
+                self.fail(f"missing key {key!r}")
+            return default
+        value = self.data[key]
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind:
+            self.fail(f"must be {_WORDS[kind]}, not {_shown(value)}", key)
+        return value
+
+    def integer(self, key: str, low: int, high: int, default: Any = MISSING) -> Any:
+        """An integer in [low, high]; the default is not checked."""
+        value = self.take(key, int, default)
+        if key in self.data and not low <= value <= high:
+            self.fail(f"must be from {low} to {high}, not {value}", key)
+        return value
+
+    def seconds(self, key: str, low: float, high: float, default: float) -> float:
+        """Seconds in [low, high]."""
+        value: float = self.take(key, float, default)
+        if not low <= value <= high:
+            self.fail(f"must be from {low:g} to {high:g} seconds, not {value:g}", key)
+        return value
+
+    def name(self, key: str) -> str:
+        """A name that is safe in file names, logs and metrics."""
+        value: str = self.take(key, str)
+        if not _NAME.fullmatch(value):
+            self.fail(f"must be 1 to 64 of A-Z a-z 0-9 _ . -, not {_shown(value)}", key)
+        return value
+
+    def address(self, key: str, *, listen: bool = False) -> str:
+        """A link address; relative ipc paths are resolved. Wildcard hosts only to listen on."""
+        value: str = self.take(key, str)
+        if value.startswith("ipc://") and len(value) > 6:
+            value = f"ipc://{self.folder / value[6:]}"
+            if len(value.encode()) > 107 + 6:
+                self.fail(f"{value}: the path is over 107 bytes", key)
+            return value
+        found = _TCP.fullmatch(value)
+        if found is None or not 1 <= int(found["port"]) <= 65535:
+            self.fail(f"{_shown(value)} is no address: {_ADVICE}", key)
+        if found["host"] in _ANYWHERE and not listen:
+            self.fail(
+                f"{value} can't be sent to: give the machine's address, and this as `bind`", key
+            )
+        return value
+
+    def table(self, key: str, *, required: bool = True) -> _Table:
+        """A table within this one; an empty one where it is not required and not there."""
+        data = self.take(key, dict, MISSING if required else {})
+        return _Table(data, (*self._path, key), self._lines, self._file, self.folder)
+
+    def tables(self, key: str, most: int) -> list[_Table]:
+        """An array of 1 to `most` tables."""
+        items = self.take(key, list)
+        path = (*self._path, key)
+        for index, item in enumerate(items):
+            if type(item) is not dict:
+                self.fail(f"must be a table, [[{key}]], not {_shown(item)}", key, index)
+        if not 1 <= len(items) <= most:
+            self.fail(f"must be 1 to {most} tables, not {len(items)}", key)
+        return [
+            _Table(item, (*path, index), self._lines, self._file, self.folder)
+            for index, item in enumerate(items)
+        ]
+
+    def finish(self) -> None:
+        """Refuse the first key that nobody asked for."""
+        for key in self.data:
+            if key not in self._known:
+                close = difflib.get_close_matches(key, self._known, 1)
+                hint = (
+                    f"did you mean {close[0]!r}?" if close else f"known: {', '.join(self._known)}"
+                )
+                self.fail(f"unknown key; {hint}", key)
+
+
+_WORDS = {
+    str: "a string", int: "an integer", float: "a number", bool: "true or false",
+    list: "an array", dict: "a table",
+}  # fmt: skip
+
+
+def _model(table: _Table) -> Model:
+    path = table.take("path", str)
+    if not path or "\0" in path:
+        table.fail('must be a file, a folder or "toy"', "path")
+    if path != TOY:
+        path = str(table.folder / Path(path).expanduser())
+    name = table.take("name", str, Path(path).name.removesuffix(".gguf") or TOY)
+    if not 1 <= len(name) <= 128 or not name.isprintable():
+        table.fail("must be 1 to 128 printable characters", "name")
+    dtype = table.take("dtype", str, "bfloat16")
+    if dtype not in DTYPES:
+        table.fail(f"must be one of {', '.join(DTYPES)}, not {_shown(dtype)}", "dtype")
+    exact = table.take("exact", bool, True)
+    table.finish()
+    return Model(path, name, dtype, exact)
+
+
+def _coordinator(table: _Table) -> Coordinator:
+    http = table.take("http", str, Coordinator().http)
+    found = _HTTP.fullmatch(http)
+    if found is None or int(found["port"]) > 65535:
+        table.fail(f"must be host:port, not {_shown(http)}", "http")
+    table.finish()
+    return Coordinator(http)
+
+
+def _limits(table: _Table) -> Limits:
+    base = Limits()
+    limits = Limits(
+        slots=table.integer("slots", 1, 1024, base.slots),
+        max_model_len=table.integer("max_model_len", 16, 1 << 20, base.max_model_len),
+        chunk_tokens=table.integer("chunk_tokens", 8, 1 << 16, base.chunk_tokens),
+        window_frames=table.integer("window_frames", 1, 512, base.window_frames),
+        queue_turns=table.integer("queue_turns", 1, 1 << 20, base.queue_turns),
+        heartbeat_s=table.seconds("heartbeat_s", 0.01, 3600, base.heartbeat_s),
+        lost_after_s=table.seconds("lost_after_s", 0.02, 86400, base.lost_after_s),
+        frame_timeout_s=table.seconds("frame_timeout_s", 0.1, 86400, base.frame_timeout_s),
+        resume_s=table.seconds("resume_s", 0.1, 86400, base.resume_s),
+        send_timeout_s=table.seconds("send_timeout_s", 0.1, 86400, base.send_timeout_s),
+        max_frame_bytes=table.integer(
+            "max_frame_bytes", 1 << 20, MAX_PAYLOAD_BYTES, base.max_frame_bytes
+        ),
+    )
+    table.finish()
+    if limits.lost_after_s < 2 * limits.heartbeat_s:
+        table.fail(
+            f"must be at least two heartbeats (2 x {limits.heartbeat_s:g} s), "
+            f"not {limits.lost_after_s:g}",
+            "lost_after_s" if "lost_after_s" in table.data else "heartbeat_s",
+        )
+    return limits
+
+
+def _ring(table: _Table) -> Ring:
+    name = table.name("name")
+    verdicts = table.address("verdicts")
+    bind = table.address("bind", listen=True) if "bind" in table.data else None
+    tables = table.tables("stage", MAX_STAGES)
+    stages = [_stage(each) for each in tables]
+    table.take("bind", str, None)
+    table.finish()
+    before: Stage | None = None
+    for each, stage in zip(tables, stages, strict=True):
+        first, last = stage.layers
+        expected = before.layers[1] if before else 0
+        whom = f"stage {before.name!r} ends at" if before else "the first stage must start at"
+        if first != expected:
+            if before is None:
+                flaw = f"{whom} 0"
+            elif first < expected:
+                flaw = f"{whom} {expected}: layers [{first}, {min(last, expected)}) are held twice"
+            else:
+                flaw = f"{whom} {expected}: nobody holds layers [{expected}, {first})"
+            each.fail(f"stage {stage.name!r} starts at layer {first}, but {flaw}", "layers")
+        before = stage
+    return Ring(name, verdicts, tuple(stages), bind)
+
+
+def _stage(table: _Table) -> Stage:
+    name = table.name("name")
+    address = table.address("address")
+    layers = table.take("layers", list)
+    if len(layers) != 2 or any(type(each) is not int for each in layers):
+        table.fail(f"must be [first, last), two integers, not {_shown(layers)}", "layers")
+    first, last = layers
+    if not 0 <= first < last <= 1 << 16:
+        table.fail(f"must be [first, last) with 0 <= first < last, not {_shown(layers)}", "layers")
+    device = table.take("device", str, "cpu")
+    if not re.fullmatch(r"cpu|[a-z]+(:[0-9]{1,3})?", device):
+        table.fail(f"must be like cpu or cuda:0, not {_shown(device)}", "device")
+    threads = table.integer("threads", 1, 1024, 1)
+    bind = table.address("bind", listen=True) if "bind" in table.data else None
+    table.take("bind", str, None)
+    table.finish()
+    return Stage(name, address, (first, last), device, threads, bind)
+
+
+def _unique(config: Config, top: _Table) -> None:
+    names: dict[str, str] = {}
+    addresses: dict[str, str] = {}
+
+    def claim(seen: dict[str, str], value: str, owner: str, *key: str | int) -> None:
+        if value in seen:
+            top.fail(f"{value!r} is already taken by {seen[value]}", *key)
+        seen[value] = owner
+
+    for i, ring in enumerate(config.rings):
+        claim(names, ring.name, f"ring {ring.name!r}", "ring", i, "name")
+        claim(addresses, ring.verdicts, f"ring {ring.name!r}", "ring", i, "verdicts")
+        for j, stage in enumerate(ring.stages):
+            owner = f"stage {stage.name!r} of ring {ring.name!r}"
+            claim(names, stage.name, owner, "ring", i, "stage", j, "name")
+            claim(addresses, stage.address, owner, "ring", i, "stage", j, "address")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _pairs(part: Any) -> list[str]:
+    pairs = []
+    for each in fields(part):
+        value = getattr(part, each.name)
+        if value is None or each.name == "stages" or value == each.default:
+            continue
+        pairs.append(f"{each.name} = {_toml(value)}")
+    return pairs
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_toml(each) for each in value) + "]"
+    if isinstance(value, float):
+        assert math.isfinite(value), value
+        return repr(value)
+    if isinstance(value, int):
+        return str(value)
+    return '"' + "".join(_escaped(each) for each in value) + '"'
+
+
+def _escaped(character: str) -> str:
+    if character in '"\\':
+        return "\\" + character
+    if ord(character) < 32 or ord(character) == 127:
+        return f"\\u{ord(character):04x}"
+    return character

@@ -1,0 +1,442 @@
+"""Owns the sockets: PUSH and PULL links that carry numbered frames; the only file that imports zmq.
+
+Two pairs with the same meaning: PushLink and PullLink block and belong to one thread (a stage's
+compute thread); open_push and open_pull run in an event loop on aiozmq. Knows no stage, turn or
+policy. What can't be decoded, is repeated, or comes from a dead incarnation is counted and dropped
+here; a jump in the numbers is delivered as a LinkGap before the frame that shows it.
+
+Three mistakes make an aiozmq socket deaf for ever (stock loop and uvloop), so no transport leaves
+this file: repr() of a transport eats the edge-triggered fd (never log one), an exception out of
+msg_received stops the reader, and close() while reading is paused leaves a stale fd behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import aiozmq
+import zmq
+
+from transport.codec import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES
+from transport.frame import Buffer, Envelope, Frame
+from transport.numbering import Inbox, LinkCounts, OnDrop, Outbox
+
+HWM_FRAMES = 1000  # far above any scheduler window (stages + 1), which is what bounds memory
+QUEUED_BYTES = 4 * MAX_PAYLOAD_BYTES  # held by an asyncio push past the high-water mark
+BIND_PATIENCE_S = 1.0  # libzmq releases a closed socket's address a moment later
+COPY_BYTES = 1 << 20  # below it libzmq copies a part: passing it by reference costs more
+SEND_TIMEOUT_S = 10.0
+
+OnFrame: TypeAlias = Callable[[Frame, Envelope], None]
+
+
+class LinkError(OSError):
+    """A link can't be opened, or its peer takes no frames; the message says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Security:
+    """CURVE keys of one side, Z85 text of 40 characters each; None anywhere means plain sockets.
+
+    server_key: the PULL side's public key, needed to push. Clients are encrypted but not yet
+    checked against a list of allowed keys.
+    """
+
+    public_key: str
+    secret_key: str
+    server_key: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PeerEvent:
+    """What a socket monitor saw. event: "connected", "disconnected" or "refused" (handshake)."""
+
+    link: str
+    event: str
+    address: str
+
+
+OnPeer: TypeAlias = Callable[[PeerEvent], None]
+
+
+class PushLink:
+    """The sending end of a link, blocking; use it from one thread only.
+
+    address: the peer's, "tcp://host:port" or "ipc://path"; it need not be up yet. sender names this
+    socket and must be unique among the senders of that peer (a stage's heartbeats leave through
+    another socket than its frames: "s0/control" and "s0"); incarnation is the process's random
+    63-bit life number. Raises LinkError for an address that is none.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        sender: str,
+        incarnation: int,
+        timeout_s: float = SEND_TIMEOUT_S,
+        max_bytes: int = MAX_PAYLOAD_BYTES,
+        security: Security | None = None,
+    ) -> None:
+        self.address = address
+        self._timeout_s = timeout_s
+        self._outbox = Outbox(sender, incarnation, max_bytes)
+        self._socket = _socket(zmq.PUSH, address, max_bytes, security)
+        self._socket.sndtimeo = round(timeout_s * 1000)
+        self._socket.copy_threshold = COPY_BYTES
+        try:
+            self._socket.connect(address)
+        except zmq.ZMQError as error:
+            self._socket.close()
+            raise _explain("connect to", address, error) from None
+
+    def send(self, frame: Frame) -> Envelope:
+        """Send one frame; hand over fresh bytes, large ones are not copied.
+
+        Returns the envelope it left under. Raises LinkError when the peer has taken nothing for
+        timeout_s (the frame is then neither sent nor numbered), FrameError when it is too large.
+        """
+        parts = self._outbox.pack(frame)
+        try:
+            self._socket.send_multipart(parts, copy=False)
+        except zmq.Again:
+            raise LinkError(
+                errno.ETIMEDOUT,
+                f"{self.address} took no frame for {self._timeout_s:g} s; is that process running?",
+            ) from None
+        return self._outbox.sent()
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Close; frames not yet handed to the network get linger_s, then they are lost."""
+        self._socket.close(linger=round(linger_s * 1000))
+
+
+class PullLink:
+    """The receiving end of any number of links, blocking; use it from one thread only.
+
+    address: where to bind, or with port * any free one (then see `address`). link names it in
+    LinkGap frames. on_drop(reason) hears of each dropped message. Raises LinkError when the address
+    is in use or is none.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        link: str,
+        max_bytes: int = MAX_PAYLOAD_BYTES,
+        security: Security | None = None,
+        on_drop: OnDrop | None = None,
+    ) -> None:
+        self._inbox = Inbox(link, on_drop)
+        self._ready: deque[tuple[Frame, Envelope]] = deque()  # at most a frame behind its gap
+        self._socket = _socket(zmq.PULL, address, max_bytes, security)
+        self.envelope: Envelope | None = None  # of the frame that recv returned last
+        deadline = time.monotonic() + BIND_PATIENCE_S
+        try:
+            while not _bind(self._socket, address, last=time.monotonic() >= deadline):
+                time.sleep(0.05)
+        except LinkError:
+            self._socket.close()
+            raise
+        self.address = _endpoint(self._socket)
+
+    @property
+    def counts(self) -> LinkCounts:
+        """What has arrived so far."""
+        return self._inbox.counts
+
+    def recv(self, timeout_s: float) -> Frame | None:
+        """The next frame, or None after timeout_s without one; `envelope` says whose it is.
+
+        Buffers of the frame are read-only views of the received message. Never raises FrameError.
+        """
+        if not self._ready:
+            deadline = time.monotonic() + timeout_s
+            left_s = timeout_s
+            while not self._ready:
+                self._socket.rcvtimeo = max(0, round(left_s * 1000))
+                try:
+                    messages = self._socket.recv_multipart(copy=False)
+                except zmq.Again:
+                    return None
+                self._ready.extend(self._inbox.take([_buffer(message) for message in messages]))
+                left_s = deadline - time.monotonic()
+        frame, self.envelope = self._ready.popleft()
+        return frame
+
+    def close(self) -> None:
+        """Close and release the address; messages not yet received are lost."""
+        self._socket.close(linger=0)
+
+
+class AsyncPull:
+    """The receiving end in an event loop; made by open_pull."""
+
+    def __init__(self, protocol: _Protocol, inbox: Inbox, address: str) -> None:
+        self._protocol = protocol
+        self._inbox = inbox
+        self.address = address
+
+    @property
+    def counts(self) -> LinkCounts:
+        """What has arrived so far."""
+        return self._inbox.counts
+
+    async def wait(self) -> None:
+        """Return when the link is closed; raise what on_frame or the socket raised.
+
+        The owner's task awaits it, so that a bug in a callback ends the process, not the reading.
+        """
+        await asyncio.shield(self._protocol.lost)
+
+    async def close(self) -> None:
+        """Close and release the address. Never raises a callback's error; wait() does."""
+        await self._protocol.close()
+
+
+class AsyncPush:
+    """The sending end in an event loop; made by open_push."""
+
+    def __init__(self, protocol: _Protocol, outbox: Outbox, address: str) -> None:
+        self._protocol = protocol
+        self._outbox = outbox
+        self.address = address
+
+    def send(self, frame: Frame) -> Envelope:
+        """Send one frame without waiting; hand over fresh bytes, they may be kept by reference.
+
+        Returns the envelope it left under. Raises LinkError when the link is closed or the peer
+        has fallen HWM_FRAMES and QUEUED_BYTES behind (the frame is then neither sent nor
+        numbered), FrameError when it is too large.
+        """
+        transport = self._protocol.transport
+        if self._protocol.lost.done():
+            raise LinkError(errno.EPIPE, f"the link to {self.address} is closed")
+        if transport.get_write_buffer_size() > QUEUED_BYTES:
+            raise LinkError(errno.ENOBUFS, f"{self.address} takes no frames; is it running?")
+        transport.write(self._outbox.pack(frame))
+        return self._outbox.sent()
+
+    async def wait(self) -> None:
+        """Return when the link is closed; raise what the socket raised."""
+        await asyncio.shield(self._protocol.lost)
+
+    async def close(self, linger_s: float = 0.0) -> None:
+        """Close; frames not yet handed to the network get linger_s, then they are lost."""
+        await self._protocol.close(linger_s)
+
+
+async def open_pull(
+    address: str,
+    on_frame: OnFrame,
+    *,
+    link: str,
+    max_bytes: int = MAX_PAYLOAD_BYTES,
+    security: Security | None = None,
+    on_drop: OnDrop | None = None,
+    on_peer: OnPeer | None = None,
+) -> AsyncPull:
+    """Bind a PULL socket in the running loop; see PullLink for the parameters and errors.
+
+    on_frame(frame, envelope) runs in the loop, one call per frame; if it raises, reading stops and
+    AsyncPull.wait() raises that. A LinkGap has the envelope of the frame after it.
+    """
+    inbox = Inbox(link, on_drop)
+
+    def on_message(parts: Sequence[Buffer]) -> None:
+        for frame, envelope in inbox.take(parts):
+            on_frame(frame, envelope)
+
+    raw = _socket(zmq.PULL, address, max_bytes, security)
+    protocol = await _open(raw, _Protocol(link, on_message, on_peer))
+    deadline = time.monotonic() + BIND_PATIENCE_S
+    try:
+        while not _bind(raw, address, last=time.monotonic() >= deadline):
+            await asyncio.sleep(0.05)
+    except LinkError:
+        await protocol.close()
+        raise
+    return AsyncPull(protocol, inbox, _endpoint(raw))
+
+
+async def open_push(
+    address: str,
+    *,
+    sender: str,
+    incarnation: int,
+    max_bytes: int = MAX_PAYLOAD_BYTES,
+    security: Security | None = None,
+    on_peer: OnPeer | None = None,
+) -> AsyncPush:
+    """Connect a PUSH socket in the running loop; see PushLink for the parameters and errors."""
+    raw = _socket(zmq.PUSH, address, max_bytes, security)
+    protocol = await _open(raw, _Protocol(sender, None, on_peer))
+    try:
+        raw.connect(address)
+    except zmq.ZMQError as error:
+        await protocol.close()
+        raise _explain("connect to", address, error) from None
+    return AsyncPush(protocol, Outbox(sender, incarnation, max_bytes), address)
+
+
+class _Protocol(aiozmq.ZmqProtocol):  # type: ignore[misc]
+    """aiozmq's callbacks. `transport` is never logged, printed or handed out (module docstring)."""
+
+    def __init__(
+        self,
+        link: str,
+        on_message: Callable[[Sequence[Buffer]], None] | None,
+        on_peer: OnPeer | None,
+    ) -> None:
+        self.transport: Any = None
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.on_peer = on_peer
+        self._link = link
+        self._on_message = on_message
+        self._error: BaseException | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        error = self._error or exc
+        if error is None:
+            self.lost.set_result(None)
+        else:
+            self.lost.set_exception(error)
+
+    def msg_received(self, data: Sequence[bytes]) -> None:
+        assert self._on_message is not None
+        self._guard(self._on_message, data)
+
+    def event_received(self, event: Any) -> None:
+        name = _EVENTS.get(event.event)
+        if name is not None and self.on_peer is not None:
+            self._guard(self.on_peer, PeerEvent(self._link, name, event.endpoint))
+
+    def _guard(self, callback: Callable[[Any], None], argument: Any) -> None:
+        try:
+            if self._error is None:
+                callback(argument)
+        except BaseException as error:  # kept for wait(); out of here it would stop the reader
+            self._error = error
+            self.transport.abort()
+
+    async def close(self, linger_s: float = 0.0) -> None:
+        """Let go of the socket; aiozmq's close would wait for its buffer, peer or no peer."""
+        if not self.lost.done():
+            self.transport.setsockopt(zmq.LINGER, round(linger_s * 1000))
+            self.transport.abort()
+        await asyncio.wait([self.lost])
+
+
+_EVENTS = {
+    int(zmq.EVENT_HANDSHAKE_SUCCEEDED): "connected",
+    int(zmq.EVENT_DISCONNECTED): "disconnected",
+    int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "refused",
+    int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): "refused",
+    int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "refused",
+}
+
+
+async def _open(raw: zmq.Socket[bytes], protocol: _Protocol) -> _Protocol:
+    """Give the socket to aiozmq; the monitor must be on before it binds or connects."""
+    await aiozmq.create_zmq_connection(lambda: protocol, raw.type, zmq_sock=raw)
+    protocol.transport.set_write_buffer_limits(high=1 << 62, low=0)
+    if protocol.on_peer is not None:
+        await protocol.transport.enable_monitor(sum(_EVENTS))
+    return protocol
+
+
+def _socket(
+    kind: zmq.SocketType, address: str, max_bytes: int, security: Security | None
+) -> zmq.Socket[bytes]:
+    raw: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+    raw.linger = 0
+    raw.set_hwm(HWM_FRAMES)
+    raw.maxmsgsize = max(max_bytes, MAX_HEADER_BYTES)
+    raw.ipv6 = "[" in address
+    raw.tcp_keepalive = 1  # a vanished machine is noticed in 30 s; ZMTP's own heartbeats would
+    raw.tcp_keepalive_idle = 10  # wait behind a large frame on a slow link and cut it
+    raw.tcp_keepalive_intvl = 5
+    raw.tcp_keepalive_cnt = 4
+    raw.reconnect_ivl = 50
+    raw.reconnect_ivl_max = 1000
+    if security is not None:
+        raw.curve_publickey = security.public_key.encode()
+        raw.curve_secretkey = security.secret_key.encode()
+        if kind == zmq.PULL:
+            raw.curve_server = 1
+        elif security.server_key is not None:
+            raw.curve_serverkey = security.server_key.encode()
+    return raw
+
+
+def _bind(raw: zmq.Socket[bytes], address: str, *, last: bool) -> bool:
+    """Bind; False when the address is in use and there is time to try again."""
+    try:
+        if address.startswith("ipc://") and _listening(address.removeprefix("ipc://")):
+            raise zmq.ZMQError(errno.EADDRINUSE)  # libzmq would take the path from its owner
+        raw.bind(_numeric(address))
+    except zmq.ZMQError as error:
+        if error.errno == errno.EADDRINUSE and not last:
+            return False
+        raise _explain("bind", address, error) from None
+    return True
+
+
+def _listening(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except OSError:
+            return False
+    return True
+
+
+def _numeric(address: str) -> str:
+    """Numeric form of a host name: libzmq binds to numeric addresses and interfaces only."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if not address.startswith("tcp://") or not host or host == "*" or host.startswith("["):
+        return address
+    try:
+        found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
+    except OSError:
+        return address  # libzmq may know it as an interface; if not, its error is explained
+    return f"tcp://{found[0][4][0]}:{port}"
+
+
+def _explain(action: str, address: str, error: zmq.ZMQError) -> LinkError:
+    advice = {
+        errno.EADDRINUSE: "another process listens there: stop it, or choose another address",
+        errno.EADDRNOTAVAIL: "not an address of this machine: set `bind` beside `address`",
+        errno.ENODEV: "not an address of this machine: set `bind` beside `address`",
+        errno.EINVAL: "not an address: write tcp://host:port or ipc://path",
+        errno.EPROTONOSUPPORT: "not an address: write tcp://host:port or ipc://path",
+        errno.ENOENT: "the folder of the ipc path does not exist: create it",
+        errno.EACCES: "not allowed: choose a port above 1023 or a writable folder",
+        errno.ENAMETOOLONG: "an ipc path has at most 107 bytes: choose a shorter one",
+    }.get(error.errno or 0, "check the address")
+    return LinkError(
+        error.errno, f"cannot {action} {address}: {os.strerror(error.errno or 0)}; {advice}"
+    )
+
+
+def _endpoint(raw: zmq.Socket[bytes]) -> str:
+    found = raw.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(found, bytes)
+    return found.rstrip(b"\0").decode()
+
+
+def _buffer(message: zmq.Frame) -> Buffer:
+    """Small parts as bytes, which every reader takes; large ones as views, without a copy."""
+    return message.bytes if len(message) < COPY_BYTES else message.buffer

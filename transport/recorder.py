@@ -1,0 +1,112 @@
+"""Owns a directory of frame-log segments: opens, rotates, and deletes the oldest past a total.
+
+What a daemon's --record writes through; any of its threads may call record(). Knows files and
+bytes, not what the frames mean, and no clock: times come with each call.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from pathlib import Path
+from typing import IO
+
+from transport.frame import Envelope, Frame
+from transport.framelog import Direction, FrameLogWriter, LogHeader, Payloads
+
+SEGMENT_BYTES = 64 << 20
+TOTAL_BYTES = 1 << 30
+SUFFIX = ".kvrlog"
+
+
+class Recorder:
+    """Records one process's frames as NAME.TIME.SEGMENT.kvrlog in `directory` (made if missing).
+
+    header names the process (its segment number is set here). Each record is one write to the
+    file, so that a killed process loses none. total_bytes bounds all segments of that name, those
+    of earlier lives included; the oldest go first, at a rotation. A disk that is full or gone ends
+    the recording, never the process: see `error`. Raises OSError if it can't start.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        header: LogHeader,
+        payloads: Payloads = Payloads.NONE,
+        *,
+        segment_bytes: int = SEGMENT_BYTES,
+        total_bytes: int = TOTAL_BYTES,
+    ) -> None:
+        self._directory = directory
+        self._header = header
+        self._payloads = payloads
+        self._segment_bytes = segment_bytes
+        self._total_bytes = total_bytes
+        self._lock = threading.Lock()
+        self._file: IO[bytes] | None = None
+        self._segment = 0
+        self.error: str | None = None  # why recording ended early
+        directory.mkdir(parents=True, exist_ok=True)
+        self._writer = self._open()
+
+    def record(
+        self,
+        mono_ns: int,
+        wall_ns: int,
+        direction: Direction,
+        link: str,
+        frame: Frame,
+        *,
+        envelope: Envelope | None = None,
+    ) -> None:
+        """Append one frame; see FrameLogWriter.record. Does nothing once recording has ended."""
+        with self._lock:
+            if self._file is None:
+                return
+            try:
+                if self._writer.bytes_written >= self._segment_bytes:
+                    self._file.close()
+                    self._writer = self._open()
+                self._writer.record(mono_ns, wall_ns, direction, link, frame, envelope=envelope)
+            except OSError as error:
+                self.error = f"recording to {self._directory} ended: {error}"
+                self._close()
+
+    def close(self) -> None:
+        """End the recording; further records are ignored."""
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _open(self) -> FrameLogWriter:
+        header = self._header
+        name = f"{header.name}.{header.wall_ns:020d}.{self._segment:06d}{SUFFIX}"
+        kept = segments(self._directory, header.name)
+        total = self._segment_bytes + sum(path.stat().st_size for path in kept)
+        for path in kept:
+            if total <= self._total_bytes:
+                break
+            total -= path.stat().st_size
+            path.unlink(missing_ok=True)
+        self._file = (self._directory / name).open("xb", buffering=0)
+        started = LogHeader(
+            header.role, header.name, header.incarnation, header.version, header.wall_ns,
+            self._segment,
+        )  # fmt: skip
+        self._segment += 1
+        return FrameLogWriter(self._file, started, self._payloads)
+
+
+def segments(directory: Path, name: str | None = None) -> list[Path]:
+    """The segment files of one recorder, or of all, oldest process first."""
+    who = ".+" if name is None else re.escape(name)
+    pattern = re.compile(who + r"\.(\d{20})\.(\d{6,})" + re.escape(SUFFIX))
+    found: list[tuple[int, str, int, Path]] = []
+    for path in directory.iterdir():
+        if match := pattern.fullmatch(path.name):
+            found.append((int(match[1]), path.name, int(match[2]), path))
+    return [path for *_, path in sorted(found)]
