@@ -9,7 +9,6 @@ prefill `--resident` tokens, then time the forward of `--suffix` more, again and
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import sys
@@ -53,12 +52,12 @@ def load(path: Path, threads: int, capacity: int) -> StageModel:
     """The whole model as one block with one slot."""
     if path == Path("toy"):
         return ToyModel((0, 3), 3, slots=1, capacity=capacity)
-    import torch
+    from pipeline.torch_model import TorchModel
+    from pipeline.weights import open_model
 
-    torch.set_num_threads(threads)
-    torch_model = importlib.import_module("pipeline.torch_model")
-    block: StageModel = torch_model.load_whole(path, slots=1, capacity=capacity)
-    return block
+    source = open_model(path)
+    layers = (0, source.layers_total)
+    return TorchModel(source, layers, slots=1, capacity=capacity, threads=threads)
 
 
 def main() -> None:

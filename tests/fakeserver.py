@@ -90,9 +90,10 @@ class FakeServer:
     async def _ready(self) -> Response:
         if self.not_ready > 0:
             self.not_ready -= 1
-            body = {"status": "loading", "detail": "stage s1: layer 14", "progress": 0.4}
+            stages = {"s0": {"state": "ready", "progress": 0.6}, "s1": {"progress": 0.2}}
+            body = {"ready": False, "missing": "r0: waiting for s1", "r0": stages}
             return JSONResponse(body, status_code=503)
-        return JSONResponse({"status": "ready"})
+        return JSONResponse({"ready": True, "missing": ""})
 
     async def _ring(self, request: Request) -> Response:
         return self._denied(request) or JSONResponse(RING)

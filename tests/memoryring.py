@@ -42,7 +42,12 @@ LAYERS = 6
 
 
 def limits(**changes: float | None) -> Limits:
-    values: dict[str, float | None] = {"max_model_len": 256, "chunk_tokens": 16, "slots": 3, **changes}
+    values: dict[str, float | None] = {
+        "max_model_len": 256,
+        "chunk_tokens": 16,
+        "slots": 3,
+        **changes,
+    }
     return Limits(**values)  # type: ignore[arg-type]
 
 

@@ -86,7 +86,7 @@ def test_it_waits_while_the_ring_loads(
     fake.not_ready = 2
     assert chat(fake, monkeypatch, "hi\n") == 0
     waited = [line for line in capsys.readouterr().err.splitlines() if "waiting" in line]
-    assert waited == [f"waiting for {fake.url}: stage s1: layer 14 40%"]
+    assert waited == [f"waiting for {fake.url}: r0: waiting for s1 40%"]
 
 
 def test_a_turn_refused_with_503_is_sent_again(

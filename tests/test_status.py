@@ -42,7 +42,7 @@ def test_not_ready_exits_with_3(fake: FakeServer, capsys: pytest.CaptureFixture[
     assert cli.run(["status", "--url", fake.url]) == 3
     lines = capsys.readouterr().out.splitlines()
     assert "not ready" in lines[0]
-    assert lines[1] == "  stage s1: layer 14 40%"
+    assert lines[1] == "  r0: waiting for s1 40%"
 
 
 def test_json_is_the_servers_own(fake: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:

@@ -160,7 +160,7 @@ class Client:
         return Readiness(
             ready=answer.status_code == 200,
             detail=_detail(body),
-            progress=number(body.get("progress")),
+            progress=_progress(body),
         )
 
     def wait_ready(
@@ -264,10 +264,21 @@ def _detail(body: Json) -> str:
     error = body.get("error")
     if isinstance(error, dict) and isinstance(error.get("message"), str):
         return str(error["message"])
-    for key in ("detail", "message", "status", "state"):
+    for key in ("missing", "detail", "message", "status"):
         if isinstance(body.get(key), str):
             return str(body[key])
     return ""
+
+
+def _progress(body: Json) -> float | None:
+    """How far loading is: told as such, else the mean over the stages of all rings."""
+    told = number(body.get("progress"))
+    if told is not None:
+        return told
+    rings = [ring for ring in body.values() if isinstance(ring, dict)]
+    stages = [stage for ring in rings for stage in ring.values() if isinstance(stage, dict)]
+    shares = [number(stage.get("progress")) or 0.0 for stage in stages]
+    return sum(shares) / len(shares) if shares else None
 
 
 def _error(status: int, body: Json, text: str) -> ServerError:
