@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from pipeline.families import FAMILIES, Family, family
+from pipeline.model import ModelError
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
@@ -46,10 +47,6 @@ _CONFIG_KEYS = (
 )
 # These rescale with the length of the sequence at hand, so a row would depend on later rows.
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-
-
-class ModelError(ValueError):
-    """The model at a path cannot be used; the message names the path and what is wrong."""
 
 
 @dataclass(frozen=True, slots=True)

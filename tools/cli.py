@@ -48,6 +48,12 @@ class Payloads(StrEnum):
 
 Http = Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the HTTP API listens.")]
 ApiKey = Annotated[str | None, typer.Option(metavar="KEY", help="Bearer token of the HTTP API.")]
+ApiKeyFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="API keys, one a line; # begins a comment.")
+]
+WithParent = Annotated[
+    bool, typer.Option("--with-parent", hidden=True, help="End when standard input ends.")
+]
 Record = Annotated[Path | None, typer.Option(metavar="DIR", help="Write frame logs there.")]
 RecordPayloads = Annotated[Payloads, typer.Option(help="What the logs keep of activations.")]
 RingFile = Annotated[Path, typer.Option(metavar="FILE", help="ring.toml of this ring.")]
@@ -159,16 +165,18 @@ def stage(
     ] = None,
     record: Record = None,
     record_payloads: RecordPayloads = Payloads.NONE,
+    with_parent: WithParent = False,
 ) -> int:
     """Run one stage of a ring on this machine."""
     _check_file(ring)
     return _code(
-        _command("up.run_stage")(
+        _command("serve.run_stage")(
             ring=ring,
             name=name,
             device=device,
             record=record,
             record_payloads=record_payloads.value,
+            with_parent=with_parent,
         )
     )
 
@@ -181,20 +189,24 @@ def coord(
         str | None, typer.Option(metavar="HOST:PORT", help="HTTP address [default: ring.toml's].")
     ] = None,
     api_key: ApiKey = None,
+    api_key_file: ApiKeyFile = None,
     record: Record = None,
     record_payloads: RecordPayloads = Payloads.NONE,
+    with_parent: WithParent = False,
 ) -> int:
     """Run the coordinator of a ring, with the HTTP API."""
     _check_file(ring)
     if http is not None:
         _check_address(http)
     return _code(
-        _command("up.run_coord")(
+        _command("serve.run_coord")(
             ring=ring,
             http=http,
             api_key=api_key,
+            api_key_file=api_key_file,
             record=record,
             record_payloads=record_payloads.value,
+            with_parent=with_parent,
         )
     )
 

@@ -87,6 +87,7 @@ def run_coord(
     ring: Path,
     http: str | None,
     api_key: str | None,
+    api_key_file: Path | None = None,
     record: Path | None,
     record_payloads: str,
     with_parent: bool = False,
@@ -95,7 +96,7 @@ def run_coord(
     config = _load(ring)
     logs.configure()
     incarnation = secrets.randbits(63)
-    keys = () if api_key is None else (api_key,)
+    keys = _api_keys(api_key, api_key_file)
     listener = listen(http or config.coordinator.http)
     with listener, _recorder("coordinator", "coord", incarnation, record, record_payloads) as log:
         return asyncio.run(_coord(config, listener, keys, incarnation, log, with_parent))
@@ -157,6 +158,21 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def _api_keys(key: str | None, file: Path | None) -> tuple[str, ...]:
+    keys = [] if key is None else [key]
+    if file is not None:
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ToolError(f"--api-key-file {file}: {error}", code=USAGE) from None
+        found = [line.strip() for line in lines]
+        found = [line for line in found if line and not line.startswith("#")]
+        if not found:
+            raise ToolError(f"--api-key-file {file}: no key in it", code=USAGE)
+        keys += found
+    return tuple(keys)
 
 
 def listen(address: str) -> socket.socket:

@@ -14,12 +14,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
 
 from tools.client import Client
 from tools.errors import USAGE, ToolError
@@ -153,20 +151,21 @@ def _start(wanted: Options, config: Config, file: Path, children: list[Child]) -
     if wanted.record is not None:
         extra = ["--record", str(wanted.record), "--record-payloads", wanted.record_payloads]
     commands = {"coordinator": ["coord", "--ring", str(file)]}
+    if wanted.api_key is not None:
+        keys = file.parent / "api-keys"  # not on a command line: ps shows those
+        keys.touch(mode=0o600)
+        keys.write_text(f"{wanted.api_key}\n")
+        commands["coordinator"] += ["--api-key-file", str(keys)]
     for stage in config.rings[0].stages:
         commands[stage.name] = ["stage", "--ring", str(file), "--name", stage.name]
     for name, arguments in commands.items():
         log = file.parent / f"{name}.log"
-        environment = dict(os.environ)
-        if name == "coordinator" and wanted.api_key is not None:
-            environment["KVRING_API_KEY"] = wanted.api_key  # not on a command line: ps shows those
         with log.open("wb") as sink:
             process = subprocess.Popen(
                 [sys.executable, "-m", "tools.cli", *arguments, "--with-parent", *extra],
                 stdin=subprocess.PIPE,  # its end tells the child that this process is gone
                 stdout=sink,
                 stderr=subprocess.STDOUT,
-                env=environment,
                 start_new_session=True,  # the terminal's Ctrl-C is for this process alone
             )
         children.append(Child(name, process, log))
@@ -177,3 +176,67 @@ def _fail_if_one_ended(children: list[Child]) -> None:
         code = child.process.poll()
         if code is not None:
             raise ToolError(f"{child.name} ended with exit code {code}: {child.last_words()}")
+
+
+def _wait_ready(config: Config, children: list[Child]) -> None:
+    """Show each stage's progress until a token has been round the ring."""
+    line = ProgressLine(sys.stderr)
+    started = time.monotonic()
+    try:
+        with Client(f"http://{config.coordinator.http}") as client:
+            while True:
+                _fail_if_one_ended(children)
+                try:
+                    state = client.ready()
+                except ToolError:
+                    text = "starting the coordinator"
+                else:
+                    if state.ready:
+                        return
+                    text = state.detail
+                clock = f"[{time.monotonic() - started:4.1f} s] " if sys.stderr.isatty() else ""
+                line.show(clock + text)
+                time.sleep(POLL_S)
+    finally:
+        line.close()
+
+
+def _greet(wanted: Options, config: Config) -> None:
+    url = f"http://{config.coordinator.http}"
+    ring = config.rings[0]
+    layers = ", ".join(f"{s.name} [{s.layers[0]}, {s.layers[1]})" for s in ring.stages)
+    body = {
+        "model": config.model.name,
+        "messages": [{"role": "user", "content": "Say hello."}],
+        "max_tokens": 32,
+    }
+    key = " -H 'Authorization: Bearer KEY'" if wanted.api_key else ""
+    print(f"{config.model.name} ({config.model.dtype}) is ready at {url}")
+    print(f"  stages: {layers}; {config.limits.slots} slots of {config.limits.max_model_len} tokens")
+    print(
+        f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' "
+        f"-d '{json.dumps(body)}'"
+    )
+    print("  kvring chat, kvring status; Ctrl-C ends it", flush=True)
+
+
+def _watch(children: list[Child]) -> None:
+    while True:
+        _fail_if_one_ended(children)
+        time.sleep(0.5)
+
+
+def _stop(children: list[Child]) -> None:
+    """End every child: ask all, wait, kill what is left. No process outlives this."""
+    for child in children:
+        if child.process.poll() is None:
+            child.process.terminate()
+    deadline = time.monotonic() + STOP_S
+    for child in children:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.process.wait(max(0.1, deadline - time.monotonic()))
+        if child.process.poll() is None:
+            child.process.kill()
+            child.process.wait()
+        if child.process.stdin is not None:
+            child.process.stdin.close()
