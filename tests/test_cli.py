@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class FakeUp(ModuleType):
-    """Stands for tools.up: keeps what each command was called with."""
+    """Stands for tools.up and tools.serve: keeps what each command was called with."""
 
     def __init__(self) -> None:
         super().__init__("tools.up")
@@ -43,6 +43,7 @@ class FakeUp(ModuleType):
 def up(monkeypatch: pytest.MonkeyPatch) -> FakeUp:
     fake = FakeUp()
     monkeypatch.setitem(sys.modules, "tools.up", fake)
+    monkeypatch.setitem(sys.modules, "tools.serve", fake)
     return fake
 
 
@@ -145,12 +146,13 @@ def test_up_passes_every_option(up: FakeUp) -> None:
 def test_stage_and_coord_pass_every_option(up: FakeUp, tmp_path: Path) -> None:
     ring = tmp_path / "ring.toml"
     ring.touch()
-    common = {"ring": ring, "record": None, "record_payloads": "none"}
+    common = {"ring": ring, "record": None, "record_payloads": "none", "with_parent": False}
+    keys = {"api_key": None, "api_key_file": None}
     assert cli.run(["stage", "--ring", str(ring), "--name", "s0", "--device", "cuda:0"]) == 7
     assert cli.run(["coord", "--ring", str(ring), "--http", "0.0.0.0:80"]) == 7
     assert up.calls == [
         ("stage", {**common, "name": "s0", "device": "cuda:0"}),
-        ("coord", {**common, "http": "0.0.0.0:80", "api_key": None}),
+        ("coord", {**common, **keys, "http": "0.0.0.0:80"}),
     ]
 
 

@@ -62,7 +62,7 @@ def _ring(ring: Json, painter: Painter) -> list[str]:
     parts = [
         f"ring {_text(ring.get('name'))}",
         _state(ring.get("state"), painter),
-        f"epoch {_count(ring.get('epoch'))}",
+        f"epoch {_text(ring.get('epoch'))}",
         "exact" if ring.get("exact") is True else "not exact" if "exact" in ring else "-",
         f"reuse {_switch(ring.get('reuse'))}",
         f"{frames} frames in flight",
@@ -109,7 +109,7 @@ def _slot(slot: Json) -> list[str]:
         bar(resident, capacity),
         f"{resident:,}/{capacity:,}",
         _text(slot.get("turn")),
-        _duration(slot.get("idle_s")),
+        _duration(slot.get("idle_s")) if resident else "-",
     ]
 
 
