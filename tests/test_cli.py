@@ -11,6 +11,7 @@ import pytest
 
 from tools import cli
 from tools.errors import USAGE, ToolError
+from transport.config import loads
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -173,3 +174,9 @@ def test_an_unexpected_failure_keeps_its_traceback(
     monkeypatch.setattr(up, "run_up", broken)
     with pytest.raises(AssertionError, match="a bug"):
         cli.run(["up"])
+
+
+def test_the_readmes_ring_toml_is_valid() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    config = loads(text.split("```toml\n")[1].split("```")[0], folder=ROOT)
+    assert [stage.layers for stage in config.rings[0].stages] == [(0, 15), (15, 30)]
