@@ -3,8 +3,8 @@
     python -m bench.toy_ring [--tokens 2000]
 
 One turn decodes; each token is one frame round the ring (coordinator -> 3 stages -> coordinator)
-through the real daemons, scheduler, ledger and codecs. `raw` is the same round trip of 1 KB messages
-through three processes that only forward. Prints medians and p99 in milliseconds, and their ratio.
+through the real daemons, scheduler, ledger and codecs. `raw` is the same round trip of 1 KB
+messages through three processes that only forward. Prints medians and p99 in ms, and the ratio.
 """
 
 from __future__ import annotations

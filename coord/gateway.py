@@ -20,11 +20,11 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from coord.actions import TurnError
-from coord.answer import Answer, ChatAnswer, TextAnswer
-from coord.errors import ClientGoneError, Edge, install, read_body, sse_error
-from coord.metrics import CONTENT_TYPE, Metrics
-from coord.reply import Delta, Reply, TurnStream, Wanted
-from coord.schema import (
+from coord.http.answer import Answer, ChatAnswer, TextAnswer
+from coord.http.errors import ClientGoneError, Edge, install, read_body, sse_error
+from coord.http.metrics import CONTENT_TYPE, Metrics
+from coord.http.reply import Delta, Reply, TurnStream, Wanted
+from coord.http.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -32,7 +32,7 @@ from coord.schema import (
     TokenizeRequest,
     parse,
 )
-from coord.sse import DONE, EventStream, encode_event, until_gone
+from coord.http.sse import DONE, EventStream, encode_event, until_gone
 from coord.tokenizer import Tokenizer
 from transport.frame import Sampling
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from coord.actions import Action, Admitted, Failed, Finished, Send, Tokens
-from coord.ledger import FORK_ROWS, Miss, Placement, Wanted
+from coord.admission import Choice, choose, leader, waits_behind
+from coord.ledger import Miss
 from coord.ring import PROBE_TURN, InFlight, Ring
 from coord.ring import Phase as RingPhase
 from coord.turn import Phase, Turn
@@ -405,91 +406,18 @@ class Scheduler:
     def _admit(self, now: float, actions: list[Action]) -> None:
         """Give slots to waiting turns, in order of arrival, by what is resident now."""
         for turn in list(self.turns.values()):
-            if turn.phase is not Phase.WAITING or self._waits_behind(turn):
+            if turn.phase is not Phase.WAITING or waits_behind(turn, self.turns, self.rings):
                 continue
-            found = self._best(turn, now)
+            found = choose(turn, self.turns, self.rings, now)
             if found is None:
                 return
-            ring, wanted, placement = found
-            leader = self._leader(ring, turn, wanted, placement.matched)
-            if leader is not None:
-                turn.behind = leader
-            else:
-                self._place(ring, turn, wanted, placement, now, actions)
+            turn.behind = leader(turn, self.turns, found)
+            if turn.behind is None:
+                self._place(turn, found, now, actions)
 
-    def _waits_behind(self, turn: Turn) -> bool:
-        """True while another turn computes rows that this one will copy (see _leader)."""
-        if turn.behind is None:
-            return False
-        leader = self.turns.get(turn.behind[0])
-        if leader is not None and leader.ring is not None and leader.slot is not None:
-            slot = self.rings[leader.ring].ledger.slots[leader.slot]
-            if leader.phase is Phase.RUNNING and slot.resident < turn.behind[1]:
-                return True
-        turn.behind = None
-        return False
-
-    def _leader(
-        self, ring: Ring, turn: Turn, wanted: Wanted, matched: int
-    ) -> tuple[int, int] | None:
-        """A turn that is prefilling more of this prompt than is resident, and how many rows.
-
-        Waiting for them and copying costs less than computing them twice (single flight).
-        """
-        best: tuple[int, int] | None = None
-        if not wanted.reuse:
-            return None
-        for other in self.turns.values():
-            if other.ring != ring.name or other.phase is not Phase.RUNNING or other is turn:
-                continue
-            assert other.chain is not None
-            assert other.slot is not None
-            rows = min(other.chain.common(wanted.packed, wanted.root), wanted.limit)
-            if rows < matched + FORK_ROWS or ring.ledger.slots[other.slot].resident >= rows:
-                continue
-            if best is None or rows > best[1]:
-                best = other.id, rows
-        return best
-
-    def _best(self, turn: Turn, now: float) -> tuple[Ring, Wanted, Placement] | None:
-        """The ring and slot with the least predicted time to the first token.
-
-        The time is that of the rows ahead in the ring's queue and of the turn's own suffix at the
-        measured rate, and a small frame for each turn that decodes there. Before anything was
-        measured all rings count the same: rows decide.
-        """
-        packed = turn.packed()
-        best: tuple[float, Ring, Wanted, Placement] | None = None
-        measured = [ring.row_s for ring in self.rings.values() if ring.row_s]
-        usual = sum(measured) / len(measured) if measured else 1.0
-        for ring in self.rings.values():
-            if ring.phase is not RingPhase.READY:
-                continue
-            submit = turn.submit
-            root = root_hash(ring.fingerprint, submit.salt)
-            reuse = submit.reuse and ring.reuse
-            wanted = Wanted(packed, root, turn.known - 1, reuse, submit.hint)
-            placement = ring.ledger.place(wanted, now)
-            if placement is None:
-                continue
-            mine = [other for other in self.turns.values() if other.ring == ring.name]
-            ahead = sum(other.known - other.sent for other in mine)
-            rows = ahead + turn.known - placement.matched
-            predicted = rows * (ring.row_s or usual) + len(mine) * (ring.frame_s or usual)
-            if best is None or predicted < best[0]:
-                best = predicted, ring, wanted, placement
-        return None if best is None else best[1:]
-
-    def _place(
-        self,
-        ring: Ring,
-        turn: Turn,
-        wanted: Wanted,
-        placement: Placement,
-        now: float,
-        actions: list[Action],
-    ) -> None:
+    def _place(self, turn: Turn, choice: Choice, now: float, actions: list[Action]) -> None:
         """Carry a placement out: park or give up what is in the way, copy what is shared."""
+        ring, wanted, placement = choice.ring, choice.wanted, choice.placement
         ledger, slot, matched = ring.ledger, placement.slot, placement.matched
         miss = ledger.explain(wanted, matched)
         donor = ledger.holding(slot if placement.source is None else placement.source)

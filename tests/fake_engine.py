@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from coord.actions import Admitted, Failed, Finished, Tokens, TurnError
 from coord.gateway import Limits
-from coord.reply import Event
+from coord.http.reply import Event
 from transport.frame import Sampling
 
 Step = Event | float  # an event, or seconds to wait before the next one

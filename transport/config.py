@@ -62,9 +62,9 @@ class Limits:
 
     max_model_len: tokens of prompt and reply. window_frames: Runs in flight per ring, None for
     stages + 1. frame_timeout_s: a frame without a verdict for this long counts as lost.
-    idle_ttl_s: rows that nobody has used for so long are freed, 0 for never. park_bytes: host memory
-    per stage for rows of conversations that lost their slot. resume_s: a turn whose ring was lost
-    fails when no ring is ready after this long.
+    idle_ttl_s: rows that nobody has used for so long are freed, 0 for never. park_bytes: host
+    memory per stage for rows of conversations that lost their slot. resume_s: a turn whose ring was
+    lost fails when no ring is ready after this long.
     """
 
     slots: int = 4

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from coord.actions import Admitted, Failed, Finished, Tokens, TurnError
-from coord.metrics import Metrics
+from coord.http.metrics import Metrics
 from coord.text import StopScanner
 from coord.tokenizer import Tokenizer
 
