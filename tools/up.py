@@ -40,6 +40,7 @@ class Options:
     slots: int
     max_model_len: int | None
     dtype: str
+    drafter: str
     http: str
     served_model_name: str | None
     api_key: str | None
@@ -122,7 +123,7 @@ def _plan(wanted: Options, folder: Path) -> Config:
     return Config(
         Model(path, name, wanted.dtype),
         (Ring("ring0", f"ipc://{folder}/verdicts.sock", stages),),
-        Coordinator(wanted.http),
+        Coordinator(wanted.http, wanted.drafter),
         Limits(slots=wanted.slots, max_model_len=length),
     )
 
