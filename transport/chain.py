@@ -70,6 +70,12 @@ class Chain:
         self._tokens += other._tokens[start * TOKEN_BYTES : end * TOKEN_BYTES]
         self._digests += other._digests[start * DIGEST_BYTES : end * DIGEST_BYTES]
 
+    def clone(self) -> Chain:
+        """An independent copy."""
+        twin = Chain(self.root)
+        twin.extend_from(self, len(self))
+        return twin
+
     def truncate(self, length: int) -> None:
         """Drop everything at or after `length`; a no-op when the chain is not longer."""
         del self._tokens[length * TOKEN_BYTES :]
@@ -106,9 +112,9 @@ class Chain:
                 high = middle - 1
         return low
 
-    def packed(self) -> bytes:
-        """The token ids as uint32, little endian."""
-        return bytes(self._tokens)
+    def packed(self, end: int | None = None) -> bytes:
+        """The token ids [0, end) as uint32, little endian."""
+        return bytes(self._tokens if end is None else self._tokens[: end * TOKEN_BYTES])
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:

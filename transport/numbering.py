@@ -114,7 +114,7 @@ class Inbox:
             return [(frame, envelope)]
         counts.gaps += 1
         counts.lost += envelope.number - expected
-        return [(LinkGap(self.link, expected, envelope.number), envelope), (frame, envelope)]
+        return [(LinkGap(envelope.sender, expected, envelope.number), envelope), (frame, envelope)]
 
     def _drop(self, reason: str) -> list[tuple[Frame, Envelope]]:
         if self._on_drop is not None:

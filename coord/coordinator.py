@@ -1,0 +1,336 @@
+"""Owns the coordinator process's links and turn queues: a thin asyncio shell around the Scheduler.
+
+Receive, stamp, record, handle, execute; decides nothing. Everything runs in one event loop, so the
+core needs no lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import fields
+
+import structlog
+
+from coord.actions import Action, Admitted, Failed, Finished, Send, Tokens, TurnError
+from coord.draft import LookupDrafter
+from coord.gateway import Limits as Served
+from coord.ring import Phase
+from coord.scheduler import Scheduler
+from transport.config import Config
+from transport.frame import Cancel, Envelope, Frame, FreeSlot, Heartbeat, Sampling, Submit, Tick
+from transport.framelog import Direction
+from transport.link import AsyncPull, AsyncPush, LinkError, open_pull, open_push
+from transport.recorder import Recorder
+
+Event = Admitted | Tokens | Finished | Failed
+
+
+class TurnStream:
+    """One turn as its client sees it: iterate over its events; the last is Finished or Failed."""
+
+    def __init__(self, coordinator: Coordinator, turn: int) -> None:
+        self.turn = turn
+        self._coordinator = coordinator
+        # holds at most budget + 2 events: a turn commits no more tokens than its budget
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._over = False
+
+    def put(self, event: Event) -> None:
+        """The coordinator's side: hand over the next event."""
+        self._events.put_nowait(event)
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        while not self._over:
+            event = await self._events.get()
+            self._over = isinstance(event, (Finished, Failed))
+            yield event
+
+    def cancel(self, reason: str = "cancelled") -> None:
+        """End the turn (a frame to the core); idempotent."""
+        self._coordinator.cancel(self.turn, reason)
+
+
+class Coordinator:
+    """Implements the gateway's Engine over the rings of one Config. Use within `run`."""
+
+    def __init__(
+        self,
+        config: Config,
+        incarnation: int,
+        vocabulary: int,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.config = config
+        self.limits = Served(config.limits.max_model_len, (config.model.name,))
+        self.started_at = time.time()
+        # greater than any epoch of an earlier coordinator, unless the clock went back
+        first_epoch = time.time_ns() // 1_000_000
+        self.scheduler = Scheduler(
+            config.rings,
+            config.limits,
+            first_epoch=first_epoch,
+            vocabulary=vocabulary,
+            drafter=LookupDrafter if config.coordinator.drafter == "lookup" else None,
+        )
+        self._incarnation = incarnation
+        self._recorder = recorder
+        self._log = structlog.get_logger()
+        self._streams: dict[int, TurnStream] = {}
+        self._last_turn = 0
+        self._pulls: list[AsyncPull] = []
+        self._pushes: dict[str, AsyncPush] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._phases: dict[str, tuple[Phase, str]] = {}
+
+    # ---- life ----
+
+    async def open(self) -> None:
+        """Bind the verdict links, connect to the heads. Raises LinkError, then nothing is open."""
+        try:
+            for ring in self.config.rings:
+                pull = await open_pull(
+                    ring.listen,
+                    self._received,
+                    link=ring.name,
+                    max_bytes=self.config.limits.max_frame_bytes,
+                    on_drop=lambda reason: self._log.warning("message_dropped", reason=reason),
+                )
+                self._pulls.append(pull)
+                self._pushes[ring.name] = await open_push(
+                    ring.stages[0].address,
+                    sender=f"{ring.name}/coordinator",
+                    incarnation=self._incarnation,
+                    max_bytes=self.config.limits.max_frame_bytes,
+                )
+        except LinkError:
+            await self.close()
+            raise
+        self._step(Tick())
+
+    async def wait(self) -> None:
+        """Return when a link is closed; raise what went wrong in a callback."""
+        waits = [asyncio.ensure_future(pull.wait()) for pull in self._pulls]
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for future in done:
+                future.result()
+        finally:
+            for future in waits:
+                future.cancel()
+
+    async def close(self) -> None:
+        """Close the links and end every stream with an error event."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for pull in self._pulls:
+            await pull.close()
+        for push in self._pushes.values():
+            await push.close()
+        self._pulls.clear()
+        self._pushes.clear()
+        for stream in list(self._streams.values()):
+            stream.put(Failed(stream.turn, 503, "shutting_down", "the server is shutting down"))
+        self._streams.clear()
+
+    # ---- the gateway's Engine ----
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        *,
+        budget: int,
+        stops: Sequence[int] = (),
+        sampling: Sampling,
+        salt: bytes = b"",
+        reuse: bool = True,
+    ) -> TurnStream:
+        """Start a turn. Raises TurnError when it is refused at once."""
+        self._last_turn += 1
+        turn = self._last_turn
+        stream = self._streams[turn] = TurnStream(self, turn)
+        refused = self._step(
+            Submit(turn, tuple(prompt), budget, tuple(stops), sampling, salt, reuse)
+        )
+        for action in refused:
+            if isinstance(action, Failed) and action.turn == turn:
+                raise TurnError(action.status, action.code, action.message)
+        return stream
+
+    def cancel(self, turn: int, reason: str = "cancelled") -> bool:
+        """End a turn; False when there is no such turn (any more)."""
+        if turn not in self._streams:
+            return False
+        self._step(Cancel(turn, reason))
+        return True
+
+    def free(self, ring: str, slot: int) -> None:
+        """Drop what is resident in an unpinned slot."""
+        self._step(FreeSlot(ring, slot))
+
+    def ready(self) -> tuple[bool, str]:
+        """(True, "") when a token has been round some ring, else what is missing, in words."""
+        rings = self.scheduler.rings.values()
+        if self._pushes and any(ring.phase is Phase.READY for ring in rings):
+            return True, ""
+        return False, "; ".join(f"{ring.name}: {ring.detail}" for ring in rings)
+
+    def progress(self) -> dict[str, object]:
+        """Per ring and stage: state, progress (0..1) and detail, for GET /ready."""
+        return {
+            name: {
+                stage.name: _beat(ring.heartbeats.get(stage.name), time.monotonic())
+                for stage in ring.spec.stages
+            }
+            for name, ring in self.scheduler.rings.items()
+        }
+
+    def counters(self) -> dict[str, float]:
+        """Counters and gauges for GET /metrics, by name without prefix."""
+        rings = list(self.scheduler.rings.values())
+        slots = [slot for ring in rings for slot in ring.ledger.slots]
+        rows = sum(ring.ledger.capacity * len(ring.ledger.slots) for ring in rings)
+        totals = self.scheduler.totals
+        found: dict[str, float] = {
+            "num_requests_running": self.scheduler.running(),
+            "num_requests_waiting": self.scheduler.waiting(),
+            "kv_cache_usage_perc": sum(slot.resident for slot in slots) / rows if rows else 0.0,
+            "frames_in_flight": sum(len(ring.in_flight) for ring in rings),
+            "rings_ready": sum(ring.phase is Phase.READY for ring in rings),
+            "rings_lost_total": sum(ring.stats.lost for ring in rings),
+            "stale_verdicts_total": sum(ring.stats.stale for ring in rings),
+            "rejects_total": sum(ring.stats.refused for ring in rings),
+        }
+        for field in fields(totals):
+            found[f"{field.name}_total"] = getattr(totals, field.name)
+        return found
+
+    def describe(self) -> dict[str, object]:
+        """GET /ring: rings, stages, slots and residency, as JSON values."""
+        now = time.monotonic()
+        return {
+            "model": self.config.model.name,
+            "max_model_len": self.limits.max_model_len,
+            "uptime_s": round(time.time() - self.started_at, 1),
+            "turns": {"running": self.scheduler.running(), "waiting": self.scheduler.waiting()},
+            "rings": [self._describe_ring(name, now) for name in self.scheduler.rings],
+        }
+
+    def _describe_ring(self, name: str, now: float) -> dict[str, object]:
+        ring = self.scheduler.rings[name]
+        kernels = {entry.name: entry.kernel for entry in ring.entries}
+        return {
+            "name": name,
+            "state": ring.phase.value,
+            "detail": ring.detail,
+            "epoch": ring.epoch,
+            "fingerprint": ring.fingerprint.hex(),
+            "exact": ring.exact,
+            "kernel": next(iter(kernels.values()), ""),
+            "reuse": ring.reuse,
+            "frames_in_flight": len(ring.in_flight),
+            "window_frames": ring.window,
+            "hop_ms": None if ring.stats.hop_s is None else round(ring.stats.hop_s * 1e3, 3),
+            "stages": [
+                {
+                    "name": stage.name,
+                    "address": stage.address,
+                    "layers": list(stage.layers),
+                    "busy_share": ring.busy.get(stage.name),
+                    **_beat(ring.heartbeats.get(stage.name), now),
+                    "forward_s": round(ring.stats.forward_us.get(stage.name, 0) / 1e6, 3),
+                    "wait_s": round(ring.stats.wait_us.get(stage.name, 0) / 1e6, 3),
+                }
+                for stage in ring.spec.stages
+            ],
+            "slots": [
+                {
+                    "slot": index,
+                    "resident": slot.resident,
+                    "capacity": ring.ledger.capacity,
+                    "turn": slot.turn,
+                    "idle_s": None if slot.turn is not None else round(now - slot.used, 1),
+                }
+                for index, slot in enumerate(ring.ledger.slots)
+            ],
+        }
+
+    # ---- the core's shell ----
+
+    def _received(self, frame: Frame, envelope: Envelope) -> None:
+        self._step(frame, Direction.IN, envelope)
+
+    def _step(
+        self,
+        frame: Frame,
+        direction: Direction = Direction.LOCAL,
+        envelope: Envelope | None = None,
+    ) -> list[Action]:
+        now_ns = time.monotonic_ns()
+        if self._recorder is not None:
+            link = envelope.sender if envelope is not None else "coordinator"
+            self._recorder.record(now_ns, time.time_ns(), direction, link, frame, envelope=envelope)
+        actions = self.scheduler.handle(frame, now_ns / 1e9)
+        for action in actions:
+            self._perform(action)
+        self._note_phases()
+        self._set_timer(now_ns / 1e9)
+        return actions
+
+    def _perform(self, action: Action) -> None:
+        if isinstance(action, Send):
+            self._send(action)
+            return
+        stream = self._streams.get(action.turn)
+        if stream is not None:
+            stream.put(action)
+            if isinstance(action, (Finished, Failed)):
+                del self._streams[action.turn]
+
+    def _send(self, action: Send) -> None:
+        frame = action.frame
+        push = self._pushes.get(frame.ring)
+        if push is None:
+            return  # closing
+        try:
+            envelope = push.send(frame)
+        except LinkError as error:  # the frame's timeout will call the roll
+            self._log.warning("frame_not_sent", ring=frame.ring, error=str(error))
+            return
+        if self._recorder is not None:
+            now_ns = time.monotonic_ns()
+            link = frame.ring
+            self._recorder.record(
+                now_ns, time.time_ns(), Direction.OUT, link, frame, envelope=envelope
+            )
+
+    def _note_phases(self) -> None:
+        for name, ring in self.scheduler.rings.items():
+            if self._phases.get(name) != (ring.phase, ring.detail):
+                self._phases[name] = ring.phase, ring.detail
+                self._log.info(
+                    "ring", ring=name, state=ring.phase.value, detail=ring.detail, epoch=ring.epoch
+                )
+
+    def _set_timer(self, now: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        deadline = self.scheduler.deadline()
+        if deadline is not None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(max(0.0, deadline - now), self._step, Tick())
+
+
+def _beat(heard: tuple[Heartbeat, float] | None, now: float) -> dict[str, object]:
+    if heard is None:
+        return {"state": "unknown", "progress": 0.0, "detail": "not heard of", "pid": None}
+    beat, at = heard
+    return {
+        "state": beat.state.value,
+        "progress": round(beat.progress, 3),
+        "detail": beat.detail,
+        "pid": beat.pid,
+        "rss_bytes": beat.rss_bytes,
+        "heartbeat_age_s": round(now - at, 1),
+    }

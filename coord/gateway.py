@@ -1,0 +1,407 @@
+"""Owns the HTTP API: requests in, turns to the engine, answers out. Decides nothing about rings.
+
+See docs/api.md. The engine is a protocol, so that tests script it and the coordinator is one of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import structlog
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+
+from coord.actions import TurnError
+from coord.http.answer import Answer, ChatAnswer, TextAnswer
+from coord.http.errors import ClientGoneError, Edge, install, read_body, sse_error
+from coord.http.metrics import CONTENT_TYPE, Metrics
+from coord.http.reply import Delta, Reply, TurnStream, Wanted
+from coord.http.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Strict,
+    TokenizeRequest,
+    parse,
+)
+from coord.http.sse import DONE, EventStream, encode_event, until_gone
+from coord.tokenizer import Tokenizer
+from transport.frame import Sampling
+
+R = TypeVar("R", bound=Strict)
+OPEN_PATHS = ("/health", "/ready")  # no key needed: probes have none
+I63_MASK = (1 << 63) - 1
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """max_model_len: rows of a slot, so a prompt and its answer together. models: names served."""
+
+    max_model_len: int
+    models: tuple[str, ...]
+
+
+class Engine(Protocol):
+    """What runs turns: the coordinator's shell."""
+
+    @property
+    def limits(self) -> Limits:
+        """Constant while the app lives."""
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        *,
+        budget: int,
+        stops: Sequence[int],
+        sampling: Sampling,
+        salt: bytes,
+        reuse: bool,
+    ) -> TurnStream:
+        """Start a turn. TurnError: 429 queue full, 503 not ready, 400 over the context length."""
+
+    def describe(self) -> dict[str, object]:
+        """GET /ring, JSON-able."""
+
+    def ready(self) -> tuple[bool, str]:
+        """(True, "") or (False, what is missing, in words)."""
+
+    def progress(self) -> dict[str, object]:
+        """Details for GET /ready: per stage its state and how far loading is."""
+
+    def counters(self) -> Mapping[str, float]:
+        """Gauges, and counters by their _total: name or name{label="value"} -> value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The API's own configuration. No api_keys: everybody may come in."""
+
+    api_keys: tuple[str, ...] = ()
+    served_models: tuple[str, ...] = ()  # names to answer to, instead of the engine's
+    body_limit_bytes: int = 4 << 20  # text of 1 M tokens; the worst JSON of it parses in 0.9 s
+    body_timeout_s: float = 30.0
+    turn_timeout_s: float = 3600.0
+    keep_alive_s: float = 5.0
+    retry_after_s: int = 1
+
+
+def build_app(engine: Engine, tokenizer: Tokenizer, settings: Settings) -> FastAPI:
+    """The ASGI app of one coordinator."""
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+    gateway = _Gateway(engine, tokenizer, settings)
+    for path, handler in (
+        ("/v1/chat/completions", gateway.chat),
+        ("/v1/completions", gateway.complete),
+        ("/v1/cancel/{reply}", gateway.cancel),
+        ("/tokenize", gateway.tokenize),
+        ("/detokenize", gateway.detokenize),
+    ):
+        app.add_api_route(path, handler, methods=["POST"])
+    for path, view in (
+        ("/v1/models", gateway.models),
+        ("/v1/models/{name:path}", gateway.model),
+        ("/health", gateway.health),
+        ("/ready", gateway.ready),
+        ("/metrics", gateway.metrics),
+        ("/ring", gateway.ring),
+    ):
+        app.add_api_route(path, view, methods=["GET"])
+    install(app, retry_after_s=settings.retry_after_s)
+    app.add_middleware(Edge, api_keys=settings.api_keys, open_paths=OPEN_PATHS)
+    return app
+
+
+def derive_salt(tenant: bytes, cache_salt: str | None) -> bytes:
+    """The salt of a prefix-hash chain: tenants and salts never share by accident.
+
+    Both parts are length-prefixed (case 20). b"" where there is neither key nor salt.
+    """
+    if not tenant and cache_salt is None:
+        return b""
+    digest = hashlib.blake2b(digest_size=32, person=b"kvring-salt")
+    for part in (tenant, (cache_salt or "").encode("utf-8")):
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.digest()
+
+
+class _Gateway:
+    """The handlers, and the replies that run."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, settings: Settings) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._settings = settings
+        self._models = settings.served_models or engine.limits.models
+        self._metrics = Metrics(engine.counters)
+        self._created = int(time.time())
+        self._replies: dict[str, Reply] = {}  # bounded by the engine's queue
+
+    # ---- completions ----
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions."""
+        wanted = await self._parse(request, ChatRequest)
+        model = self._known_model(wanted.model)
+        messages = [message.plain() for message in wanted.messages]
+        # A long prompt takes 1-3 us per byte to encode: off the loop, streams must not stall.
+        prompt = await asyncio.to_thread(self._tokenizer.render, messages)
+        answer = ChatAnswer(
+            f"chatcmpl-{uuid.uuid4().hex}",
+            int(time.time()),
+            model,
+            logprobs=wanted.logprobs,
+            null_usage=wanted.include_usage,
+        )
+        return await self._answer(request, wanted, prompt, answer)
+
+    async def complete(self, request: Request) -> Response:
+        """POST /v1/completions."""
+        wanted = await self._parse(request, CompletionRequest)
+        model = self._known_model(wanted.model)
+        prompt = wanted.single
+        if isinstance(prompt, str):
+            prompt = await asyncio.to_thread(self._tokenizer.encode, prompt)
+        self._check_tokens(prompt, "prompt")
+        answer = TextAnswer(
+            f"cmpl-{uuid.uuid4().hex}",
+            int(time.time()),
+            model,
+            logprobs=wanted.logprobs is not None,
+            null_usage=wanted.include_usage,
+        )
+        return await self._answer(request, wanted, prompt, answer)
+
+    async def cancel(self, reply: str) -> Response:
+        """POST /v1/cancel/{id}: ids are random, so knowing one is the right to use it."""
+        running = self._replies.get(reply)
+        if running is None:
+            raise TurnError(404, "reply_not_found", f"no running reply has the id {reply}", "id")
+        running.cancel()
+        return JSONResponse({"id": reply, "cancelled": True})
+
+    async def _answer(
+        self,
+        request: Request,
+        wanted: ChatRequest | CompletionRequest,
+        prompt: Sequence[int],
+        answer: Answer,
+    ) -> Response:
+        reply = self._submit(request, wanted, prompt, answer.id)
+        _log.info("turn", id=answer.id, prompt=len(prompt), stream=wanted.stream)
+        headers = {"x-request-id": answer.id}
+        if wanted.stream:
+            return EventStream(
+                _events(reply, answer, include_usage=wanted.include_usage),
+                keep_alive_s=self._settings.keep_alive_s,
+                on_close=reply.close,
+                headers=headers,
+            )
+        deltas = await _collect(reply, request)
+        return JSONResponse(answer.whole(reply, deltas), headers=headers)
+
+    def _submit(
+        self,
+        request: Request,
+        wanted: ChatRequest | CompletionRequest,
+        prompt: Sequence[int],
+        reply_id: str,
+    ) -> Reply:
+        budget = self._budget(len(prompt), wanted.limit)
+        self._check_tokens(wanted.stop_token_ids, "stop_token_ids")
+        stops = {*wanted.stop_token_ids, *(() if wanted.ignore_eos else self._tokenizer.stops)}
+        # 53 random bits: the seed is reported, and JavaScript must be able to send it back.
+        seed = secrets.randbits(53) if wanted.seed is None else wanted.seed & I63_MASK
+        stream = self._engine.submit(
+            prompt,
+            budget=budget,
+            stops=sorted(stops),
+            sampling=Sampling(
+                temperature=wanted.temperature,
+                top_k=max(wanted.top_k, 0),
+                top_p=wanted.top_p,
+                min_p=wanted.min_p,
+                seed=seed,
+                logprobs=wanted.wanted_logprobs,
+            ),
+            salt=derive_salt(request.state.tenant, wanted.cache_salt),
+            reuse=wanted.kvring.reuse,
+        )
+        reply = self._replies[reply_id] = Reply(
+            stream,
+            self._tokenizer,
+            Wanted(
+                prompt=prompt,
+                stops=frozenset(stops),
+                stop_strings=tuple(wanted.stops),
+                logprobs=wanted.wanted_logprobs is not None,
+                strip=isinstance(wanted, ChatRequest),
+                seed=seed,
+                timeout_s=self._settings.turn_timeout_s,
+            ),
+            self._metrics,
+            on_close=lambda: self._forget(reply_id),
+        )
+        return reply
+
+    def _forget(self, reply_id: str) -> None:
+        reply = self._replies.pop(reply_id, None)
+        if reply is not None:
+            report = reply.report()
+            del report["first_new"]  # a client's text belongs in no log
+            _log.info("turn ended", id=reply_id, tokens=reply.completion_tokens, **report)
+
+    def _budget(self, prompt: int, asked: int | None) -> int:
+        length = self._engine.limits.max_model_len
+        if prompt == 0:
+            raise TurnError(400, "empty_prompt", "the prompt has no tokens", "prompt")
+        if prompt >= length or prompt + (asked or 1) > length:
+            wish = f" and {asked} for the answer" if asked is not None else ""
+            raise TurnError(
+                400,
+                "context_length_exceeded",
+                f"the context length is {length} tokens, but the request needs "
+                f"{prompt + (asked or 1)}: {prompt} in the prompt{wish}",
+                "messages" if asked is None else "max_tokens",
+            )
+        return asked if asked is not None else length - prompt
+
+    def _check_tokens(self, tokens: Sequence[int], param: str) -> None:
+        if tokens and max(tokens) >= self._tokenizer.vocabulary:
+            raise TurnError(
+                400,
+                "invalid_value",
+                f"{param}: {max(tokens)} is not a token id (below {self._tokenizer.vocabulary})",
+                param,
+            )
+
+    async def _parse(self, request: Request, kind: type[R]) -> R:
+        body = await read_body(
+            request,
+            limit_bytes=self._settings.body_limit_bytes,
+            timeout_s=self._settings.body_timeout_s,
+        )
+        return parse(kind, body)
+
+    def _known_model(self, name: str | None) -> str:
+        if name is None:
+            return self._models[0]
+        if name not in self._models:
+            served = ", ".join(self._models)
+            raise TurnError(
+                404, "model_not_found", f"no model {name!r} here, only {served}", "model"
+            )
+        return name
+
+    # ---- models, tokens ----
+
+    async def models(self) -> Response:
+        """GET /v1/models."""
+        return JSONResponse({"object": "list", "data": [self._card(n) for n in self._models]})
+
+    async def model(self, name: str) -> Response:
+        """GET /v1/models/{name}."""
+        return JSONResponse(self._card(self._known_model(name)))
+
+    def _card(self, name: str) -> dict[str, object]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "kvring",
+            "max_model_len": self._engine.limits.max_model_len,
+        }
+
+    async def tokenize(self, request: Request) -> Response:
+        """POST /tokenize."""
+        wanted = await self._parse(request, TokenizeRequest)
+        self._known_model(wanted.model)
+        if wanted.messages is not None:
+            messages = [message.plain() for message in wanted.messages]
+            tokens = await asyncio.to_thread(self._tokenizer.render, messages)
+        else:
+            tokens = await asyncio.to_thread(
+                self._tokenizer.encode, wanted.prompt or "", special=wanted.add_special_tokens
+            )
+        length = self._engine.limits.max_model_len
+        return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": length})
+
+    async def detokenize(self, request: Request) -> Response:
+        """POST /detokenize: control tokens are spelled out."""
+        wanted = await self._parse(request, DetokenizeRequest)
+        self._known_model(wanted.model)
+        self._check_tokens(wanted.tokens, "tokens")
+        return JSONResponse({"prompt": self._tokenizer.decode(wanted.tokens, special=True)})
+
+    # ---- the ring ----
+
+    async def health(self) -> Response:
+        """GET /health: this process answers. Whether the ring does is /ready's (case 27)."""
+        return JSONResponse({"status": "ok"})
+
+    async def ready(self) -> Response:
+        """GET /ready: 200, or 503 with what is missing and how far loading is."""
+        ready, missing = self._engine.ready()
+        body = {"ready": ready, "missing": missing, **self._engine.progress()}
+        headers = {} if ready else {"retry-after": str(self._settings.retry_after_s)}
+        return JSONResponse(body, 200 if ready else 503, headers)
+
+    async def metrics(self) -> Response:
+        """GET /metrics."""
+        return Response(self._metrics.exposition(), headers={"content-type": CONTENT_TYPE})
+
+    async def ring(self) -> Response:
+        """GET /ring."""
+        return JSONResponse(self._engine.describe())
+
+
+async def _events(
+    reply: Reply, answer: Answer, *, include_usage: bool
+) -> AsyncGenerator[bytes, None]:
+    """A stream's events: exactly one finish_reason or one error, and [DONE] (cases 40-42)."""
+    try:
+        for chunk in answer.opening():
+            yield encode_event(chunk)
+        async with aclosing(reply.deltas()) as deltas:
+            async for delta in deltas:
+                yield encode_event(answer.chunk(delta))
+    except TurnError as error:
+        yield sse_error(error)
+        return
+    yield encode_event(answer.closing(reply))
+    if include_usage:
+        yield encode_event(answer.usage_chunk(reply))
+    yield DONE
+
+
+async def _collect(reply: Reply, request: Request) -> list[Delta]:
+    """All deltas. TurnError where the turn failed; ClientGoneError, and the turn is given up."""
+    deltas: list[Delta] = []
+    failure: TurnError | None = None
+    try:
+        async with asyncio.TaskGroup() as group:
+            watcher = group.create_task(until_gone(request.receive))
+            try:
+                async with aclosing(reply.deltas()) as pieces:
+                    async for delta in pieces:
+                        deltas.append(delta)
+            except TurnError as error:
+                failure = error
+            watcher.cancel()
+    except* ClientGoneError:
+        failure = TurnError(499, "client_gone", "the client closed the connection")
+    finally:
+        reply.close()
+    if failure is not None:
+        raise failure
+    return deltas

@@ -1,0 +1,181 @@
+"""Owns the JSON of answers: OpenAI's objects for whole answers and for chunks of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from coord.http.reply import Delta, Reply, Scored
+
+_FLOOR = -9999.0  # JSON has no -infinity; OpenAI writes this for impossible tokens
+
+
+class Answer(Protocol):
+    """How one of the two APIs words its objects."""
+
+    id: str
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Chunks before any text."""
+
+    def chunk(self, delta: Delta) -> dict[str, Any]:
+        """One piece of a stream."""
+
+    def closing(self, reply: Reply) -> dict[str, Any]:
+        """The chunk with the finish_reason."""
+
+    def whole(self, reply: Reply, deltas: Sequence[Delta]) -> dict[str, Any]:
+        """The answer in one object."""
+
+    def usage_chunk(self, reply: Reply) -> dict[str, Any]:
+        """The last chunk, only on include_usage (case 42)."""
+
+
+class _Base:
+    """id, created and model are equal in all chunks of a stream.
+
+    null_usage: with include_usage every earlier chunk says usage: null.
+    """
+
+    def __init__(
+        self, id_: str, created: int, model: str, *, logprobs: bool, null_usage: bool
+    ) -> None:
+        self.id = id_
+        self._created = created
+        self._model = model
+        self._logprobs = logprobs
+        self._null_usage = null_usage
+
+    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+        }
+
+    def _piece(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        usage = {"usage": None} if self._null_usage else {}
+        return {**self._object(kind, choices), **usage}
+
+
+class ChatAnswer(_Base):
+    """chat.completion and chat.completion.chunk."""
+
+    _CHUNK = "chat.completion.chunk"
+
+    def opening(self) -> list[dict[str, Any]]:
+        """See Answer."""
+        return [self._delta({"role": "assistant", "content": ""}, None, None)]
+
+    def chunk(self, delta: Delta) -> dict[str, Any]:
+        """See Answer."""
+        return self._delta({"content": delta.text}, self._scores(delta.scored), None)
+
+    def closing(self, reply: Reply) -> dict[str, Any]:
+        """See Answer."""
+        return {**self._delta({}, None, reply.finish_reason), "kvring": reply.report()}
+
+    def usage_chunk(self, reply: Reply) -> dict[str, Any]:
+        """See Answer."""
+        chunk = self._object(self._CHUNK, [])
+        return {**chunk, "usage": reply.usage(), "kvring": reply.report()}
+
+    def whole(self, reply: Reply, deltas: Sequence[Delta]) -> dict[str, Any]:
+        """See Answer."""
+        text, scored = _joined(deltas)
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": text, "refusal": None},
+            "logprobs": self._scores(scored),
+            "finish_reason": reply.finish_reason,
+        }
+        answer = self._object("chat.completion", [choice])
+        return {**answer, "usage": reply.usage(), "kvring": reply.report()}
+
+    def _delta(
+        self, delta: dict[str, Any], logprobs: dict[str, Any] | None, finish: str | None
+    ) -> dict[str, Any]:
+        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        return self._piece(self._CHUNK, [choice])
+
+    def _scores(self, scored: Sequence[Scored]) -> dict[str, Any] | None:
+        if not self._logprobs:
+            return None
+        return {"content": [_chat_score(entry) for entry in scored], "refusal": None}
+
+
+class TextAnswer(_Base):
+    """text_completion, whole and in chunks."""
+
+    _KIND = "text_completion"
+
+    def opening(self) -> list[dict[str, Any]]:
+        """See Answer: this API has no role to announce."""
+        return []
+
+    def chunk(self, delta: Delta) -> dict[str, Any]:
+        """See Answer."""
+        return self._piece(self._KIND, [self._choice(delta.text, delta.scored, None)])
+
+    def closing(self, reply: Reply) -> dict[str, Any]:
+        """See Answer."""
+        choice = {"index": 0, "text": "", "logprobs": None, "finish_reason": reply.finish_reason}
+        return {**self._piece(self._KIND, [choice]), "kvring": reply.report()}
+
+    def usage_chunk(self, reply: Reply) -> dict[str, Any]:
+        """See Answer."""
+        return {
+            **self._object(self._KIND, []),
+            "usage": reply.usage(),
+            "kvring": reply.report(),
+        }
+
+    def whole(self, reply: Reply, deltas: Sequence[Delta]) -> dict[str, Any]:
+        """See Answer."""
+        text, scored = _joined(deltas)
+        answer = self._object(self._KIND, [self._choice(text, scored, reply.finish_reason)])
+        return {**answer, "usage": reply.usage(), "kvring": reply.report()}
+
+    def _choice(self, text: str, scored: Sequence[Scored], finish: str | None) -> dict[str, Any]:
+        logprobs = _text_scores(scored) if self._logprobs else None
+        return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish}
+
+
+def _joined(deltas: Sequence[Delta]) -> tuple[str, list[Scored]]:
+    text = "".join(delta.text for delta in deltas)
+    return text, [entry for delta in deltas for entry in delta.scored]
+
+
+def _chat_score(entry: Scored) -> dict[str, Any]:
+    top = [_chat_token(data, logprob) for data, logprob in entry.top]
+    return {**_chat_token(entry.data, entry.logprob), "top_logprobs": top}
+
+
+def _chat_token(data: bytes, logprob: float) -> dict[str, Any]:
+    return {
+        "token": data.decode("utf-8", "replace"),
+        "logprob": max(logprob, _FLOOR),
+        "bytes": list(data),
+    }
+
+
+def _text_scores(scored: Sequence[Scored]) -> dict[str, Any]:
+    return {
+        "tokens": [_spelled(entry.data) for entry in scored],
+        "token_logprobs": [max(entry.logprob, _FLOOR) for entry in scored],
+        "top_logprobs": [
+            {_spelled(data): max(logprob, _FLOOR) for data, logprob in entry.top}
+            for entry in scored
+        ],
+        "text_offset": [entry.offset for entry in scored],
+    }
+
+
+def _spelled(data: bytes) -> str:
+    """A token's text; of one that is no text by itself OpenAI's spelling, "bytes:" and hex."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)

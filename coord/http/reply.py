@@ -1,0 +1,280 @@
+"""Owns one running reply: a turn's events in, text with its accounting out.
+
+Knows tokens, text and time; no HTTP, no JSON. The numbers are the same for a stream and for a whole
+answer because both read them here (cases 23, 24).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from coord.actions import Admitted, Failed, Finished, Tokens, TurnError
+from coord.http.metrics import Metrics
+from coord.text import StopScanner
+from coord.tokenizer import Tokenizer
+
+Event: TypeAlias = Admitted | Tokens | Finished | Failed
+_FINISH = {"token": "stop", "string": "stop", "cancelled": "stop", "length": "length"}
+_QUOTED_TOKENS = 8  # of the first text that was not resident; enough to recognise a timestamp
+_TIMEOUT = "timeout"
+
+
+class TurnStream(Protocol):
+    """One turn's events in order: Admitted, Tokens, ..., and last Finished or Failed."""
+
+    @property
+    def turn(self) -> int:
+        """The turn's number."""
+
+    def __aiter__(self) -> AsyncIterator[Event]:
+        """The events; consumed once, and dropped before the end after a cancel."""
+
+    def cancel(self, reason: str) -> None:
+        """End the turn; its Finished carries the reason. Idempotent, and harmless after the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """One token with its log probability (natural) and the most likely tokens at its place.
+
+    offset: characters of the answer's text before it.
+    """
+
+    data: bytes
+    logprob: float
+    top: tuple[tuple[bytes, float], ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What became certain: text, and the tokens whose text is out."""
+
+    text: str
+    scored: tuple[Scored, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the request asked of its answer.
+
+    stops: token ids that end it, never part of its text. strip: see Tokenizer.decoder.
+    """
+
+    prompt: Sequence[int]
+    stops: frozenset[int]
+    stop_strings: tuple[str, ...]
+    logprobs: bool
+    strip: bool
+    seed: int
+    timeout_s: float
+
+
+class Reply:
+    """Iterate deltas() once; then finish_reason, usage() and report() are final."""
+
+    def __init__(
+        self,
+        stream: TurnStream,
+        tokenizer: Tokenizer,
+        wanted: Wanted,
+        metrics: Metrics,
+        on_close: Callable[[], None],
+    ) -> None:
+        self._stream = stream
+        self._tokenizer = tokenizer
+        self._wanted = wanted
+        self._metrics = metrics
+        self._on_close = on_close
+        self._decoder = tokenizer.decoder(strip=wanted.strip)
+        self._scanner = StopScanner(wanted.stop_strings)
+        self._decoded = 0  # characters that came out of the decoder
+        self._released = 0  # characters that went to the client
+        self._waiting: list[tuple[Scored, int]] = []  # scored tokens, and where their text ends
+        self._admitted: Admitted | None = None  # the first one: later ones count own work (case 22)
+        self._place: Admitted | None = None  # the latest: where it runs now
+        self._submitted_at = time.monotonic()
+        self._admitted_at: float | None = None
+        self._first_at: float | None = None
+        self._first_count = 0  # tokens that came first together
+        self._last_at: float | None = None
+        self._closed = False
+        self.completion_tokens = 0
+        self.ended_by: str | None = None
+
+    @property
+    def finish_reason(self) -> str:
+        """OpenAI's: "stop" or "length". A turn ended by POST /v1/cancel counts as stopped."""
+        assert self.ended_by is not None
+        return _FINISH[self.ended_by]
+
+    async def deltas(self) -> AsyncGenerator[Delta, None]:
+        """Text as it becomes certain. TurnError where the turn failed."""
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(self._wanted.timeout_s, self._stream.cancel, _TIMEOUT)
+        try:
+            async for event in self._stream:
+                if isinstance(event, Tokens):
+                    delta = self._take(event)
+                    if delta.text or delta.scored:
+                        yield delta
+                elif isinstance(event, Admitted):
+                    self._admit(event)
+                else:
+                    self._end(event)
+                if self.ended_by == "string" or isinstance(event, Finished):
+                    break
+            if self.ended_by is None:
+                raise TurnError(500, "internal_error", "the turn ended without a result")
+            delta = self._rest()
+            if delta.text or delta.scored:
+                yield delta
+            self._metrics.ended(self.finish_reason, self._now() - self._submitted_at)
+            self._closed = True
+        finally:
+            timer.cancel()
+            self.close()
+
+    def cancel(self) -> None:
+        """End the turn early on request; what came so far is the answer."""
+        self._stream.cancel("cancelled")
+
+    def close(self) -> None:
+        """Nobody reads any more: give the turn up unless it has ended. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._stream.cancel("cancelled")
+            self._metrics.ended("abort", self._now() - self._submitted_at)
+        self._on_close()
+
+    def usage(self) -> dict[str, object]:
+        """OpenAI's usage object. A stop token counts, as it was generated; cut text's do too."""
+        prompt = len(self._wanted.prompt)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": prompt + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self._matched},
+        }
+
+    def report(self) -> dict[str, object]:
+        """The `kvring` object."""
+        place, first, last = self._place, self._first_at, self._last_at
+        decode_s = last - first if first is not None and last is not None else 0.0
+        later = self.completion_tokens - self._first_count
+        return {
+            "turn": self._stream.turn,
+            "ring": place.ring if place else None,
+            "slot": place.slot if place else None,
+            "matched": self._matched,
+            "prefilled": len(self._wanted.prompt) - self._matched if place else 0,
+            "first_new": self._first_new() if place else None,
+            "queue_ms": self._since_submit(self._admitted_at),
+            "ttft_ms": self._since_submit(first),
+            "decode_ms": round(decode_s * 1e3, 3),
+            "tokens_per_s": round(later / decode_s, 3) if decode_s else None,
+            "seed": self._wanted.seed,
+            "ended_by": self.ended_by,
+        }
+
+    def _first_new(self) -> dict[str, object]:
+        """Where the prompt left what was resident, so that an early miss is noticed (case 17)."""
+        at = self._matched
+        tokens = self._wanted.prompt[at : at + _QUOTED_TOKENS]
+        return {"position": at, "text": self._tokenizer.decode(tokens, special=True)}
+
+    @property
+    def _matched(self) -> int:
+        return self._admitted.matched if self._admitted else 0
+
+    def _since_submit(self, at: float | None) -> float | None:
+        return None if at is None else round((at - self._submitted_at) * 1e3, 3)
+
+    @staticmethod
+    def _now() -> float:
+        return time.monotonic()
+
+    def _admit(self, event: Admitted) -> None:
+        self._place = event
+        if self._admitted is None:
+            self._admitted = event
+            self._admitted_at = self._now()
+            self._metrics.admitted(event.prompt, event.matched)
+
+    def _end(self, event: Finished | Failed) -> None:
+        if isinstance(event, Failed):
+            self._closed = True
+            self._metrics.failed(event.code)
+            raise TurnError(event.status, event.code, event.message)
+        if event.reason == _TIMEOUT:
+            self._closed = True
+            self._metrics.failed("turn_timeout")
+            raise TurnError(504, "turn_timeout", f"no end after {self._wanted.timeout_s:g} s")
+        self.ended_by = {"stop": "token", "length": "length"}.get(event.reason, "cancelled")
+
+    def _take(self, event: Tokens) -> Delta:
+        now = self._now()
+        text: list[str] = []
+        before = self.completion_tokens
+        for index, token in enumerate(event.tokens):
+            self.completion_tokens += 1
+            if token in self._wanted.stops:
+                break  # the scheduler ends the turn here and says so
+            piece = self._decoder.feed(self._tokenizer.token_bytes(token))
+            start = self._decoded
+            self._decoded += len(piece)
+            if self._wanted.logprobs:
+                self._waiting.append((self._score(event, index, start), self._decoded))
+            text.append(self._scanner.feed(piece))
+            if self._scanner.stopped:
+                # Later tokens of this event were drafted ahead; a serial run has none (case 24).
+                self.ended_by = "string"
+                self._stream.cancel("stop")
+                break
+        self._clock(self.completion_tokens - before, now)
+        return self._release("".join(text))
+
+    def _clock(self, count: int, now: float) -> None:
+        if not count:
+            return
+        if self._first_at is None:
+            self._first_at, self._first_count = now, count
+            self._metrics.first_tokens(count, now - self._submitted_at)
+        elif self._last_at is not None:
+            self._metrics.more_tokens(count, now - self._last_at)
+        self._last_at = now
+
+    def _score(self, event: Tokens, index: int, offset: int) -> Scored:
+        spell = self._tokenizer.token_bytes
+        top = event.top[index] if event.top else ()
+        return Scored(
+            spell(event.tokens[index], special=True),
+            event.logprobs[index],
+            tuple((spell(token, special=True), logprob) for token, logprob in top),
+            offset,
+        )
+
+    def _release(self, text: str) -> Delta:
+        self._released += len(text)
+        ready = 0
+        while ready < len(self._waiting) and self._waiting[ready][1] <= self._released:
+            ready += 1
+        scored = tuple(entry for entry, _ in self._waiting[:ready])
+        del self._waiting[:ready]
+        return Delta(text, scored)
+
+    def _rest(self) -> Delta:
+        """What was withheld; of a cut answer, the token that the cut goes through."""
+        text = ""
+        if not self._scanner.stopped:
+            text = self._scanner.feed(self._decoder.flush()) + self._scanner.flush()
+            if self._scanner.stopped:
+                self.ended_by = "string"
+        delta = self._release(text)
+        through = [entry for entry, _ in self._waiting if entry.offset < self._released]
+        self._waiting.clear()
+        return Delta(delta.text, (*delta.scored, *through))

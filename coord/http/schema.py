@@ -1,0 +1,316 @@
+"""Owns what a request may say: fields, types, ranges and defaults. Knows no token and no ring.
+
+Strict: an unknown field, or a known parameter that is not supported with a value that would change
+the answer, is an error that names it. null means unset everywhere (case 44).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import ErrorDetails
+
+from coord.actions import TurnError
+
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256  # what is withheld of a stream is bounded by the longest stop string
+MAX_TOP_LOGPROBS = 20
+I63 = 1 << 63
+
+Token = Annotated[int, Field(ge=0, lt=1 << 31)]
+Tokens = Annotated[list[Token], Field(fail_fast=True)]  # one error for a million bad items
+Hint = Annotated[str, Field(max_length=512)]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+# Parameters of this API that are not supported, with the values that change nothing.
+_SHARED_UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "n": (1,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "min_tokens": (0,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "echo": (False,),
+    "prompt_logprobs": (0,),
+    "priority": (0,),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "metadata": ({},),
+}
+
+
+class Strict(BaseModel):
+    """Base of every request object. See the module."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, hide_input_in_errors=True
+    )
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_unset(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        kept = {}
+        for name, value in data.items():
+            if name in cls.unsupported:
+                neutral = cls.unsupported[name]
+                if value is not None and not any(_same(value, other) for other in neutral):
+                    raise TurnError(
+                        400,
+                        "unsupported_parameter",
+                        f"{name} is not supported with this value"
+                        + (f" (only {json.dumps(neutral[0])} is)" if neutral else ""),
+                        name,
+                    )
+            elif value is not None or name not in cls.model_fields:
+                kept[name] = value
+        return kept
+
+
+def _same(value: object, other: object) -> bool:
+    """Equal as JSON: true is not 1."""
+    return isinstance(value, bool) == isinstance(other, bool) and value == other
+
+
+class StreamOptions(Strict):
+    """stream_options of both APIs."""
+
+    unsupported = {"continuous_usage_stats": (False,)}
+
+    include_usage: bool = False
+    include_obfuscation: bool = False  # accepted: no obfuscation is ever added
+
+
+class Extra(Strict):
+    """The request's `kvring` object. reuse false: prefill the whole prompt, for measurements."""
+
+    reuse: bool = True
+
+
+class Common(Strict):
+    """Parameters of both completion APIs. See docs/api.md."""
+
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    temperature: float = Field(1.0, ge=0.0, le=2.0)
+    top_p: float = Field(1.0, ge=0.0, le=1.0)
+    top_k: int = Field(0, ge=-1, lt=1 << 31)
+    min_p: float = Field(0.0, ge=0.0, le=1.0)
+    seed: int | None = Field(None, ge=-I63, lt=I63)
+    stop: Stop | list[Stop] = Field(default_factory=list)
+    stop_token_ids: Tokens = Field(default_factory=list, max_length=64)
+    ignore_eos: bool = False
+    cache_salt: str | None = Field(None, min_length=1, max_length=512)
+    # Hints for routing. The ledger finds a resident prefix by its tokens and needs none of them.
+    user: Hint | None = None
+    prompt_cache_key: Hint | None = None
+    safety_identifier: Hint | None = None
+    kvring: Extra = Extra()
+
+    @field_validator("stop")
+    @classmethod
+    def _few_stops(cls, value: str | list[str]) -> str | list[str]:
+        if isinstance(value, list) and len(value) > MAX_STOPS:
+            raise ValueError(f"at most {MAX_STOPS} stop strings")
+        return value
+
+    @model_validator(mode="after")
+    def _options_need_stream(self) -> Common:
+        if self.stream_options is not None and not self.stream:
+            raise TurnError(
+                400, "invalid_value", "stream_options is for stream: true", "stream_options"
+            )
+        return self
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop strings, however they were written."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def include_usage(self) -> bool:
+        """True if the stream ends with a usage chunk."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class Part(Strict):
+    """One part of a message's content; text only."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Strict):
+    """One message of a conversation. content: a string, or text parts joined by newlines."""
+
+    unsupported = {
+        "tool_calls": ([],),
+        "function_call": (),
+        "refusal": ("",),
+        "audio": (),
+        "annotations": ([],),
+    }
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[Part]
+    name: Hint | None = None
+
+    def plain(self) -> dict[str, str]:
+        """What the chat template sees: developer is system, parts are one text."""
+        content = self.content
+        if isinstance(content, list):
+            content = "\n".join(part.text for part in content)
+        plain = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        return plain if self.name is None else {**plain, "name": self.name}
+
+
+class ChatRequest(Common):
+    """POST /v1/chat/completions."""
+
+    unsupported = _SHARED_UNSUPPORTED | {
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "parallel_tool_calls": (True,),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "response_format": ({"type": "text"},),
+        "modalities": (["text"],),
+        "audio": (),
+        "prediction": (),
+        "reasoning_effort": (),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
+        "add_special_tokens": (False,),
+    }
+
+    messages: Annotated[list[Message], Field(fail_fast=True)] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _top_needs_logprobs(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise TurnError(
+                400, "invalid_value", "top_logprobs is for logprobs: true", "top_logprobs"
+            )
+        return self
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """As transport.frame.Sampling.logprobs."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def limit(self) -> int | None:
+        """The smaller of both names of the token limit, None where neither is given."""
+        given = [n for n in (self.max_tokens, self.max_completion_tokens) if n is not None]
+        return min(given, default=None)
+
+
+class CompletionRequest(Common):
+    """POST /v1/completions. prompt: text or token ids (or a list of exactly one of them)."""
+
+    unsupported = _SHARED_UNSUPPORTED | {"suffix": ("",), "add_special_tokens": (True,)}
+
+    prompt: str | Tokens | Annotated[list[str | Tokens], Field(fail_fast=True)]
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """As transport.frame.Sampling.logprobs."""
+        return self.logprobs
+
+    @property
+    def limit(self) -> int | None:
+        """The token limit, None where it is not given."""
+        return self.max_tokens
+
+    @property
+    def single(self) -> str | list[int]:
+        """The one prompt. TurnError 400 for none or several."""
+        prompt = self.prompt
+        if not isinstance(prompt, str) and prompt and not isinstance(prompt[0], int):
+            if len(prompt) > 1:
+                raise TurnError(
+                    400, "unsupported_value", "one prompt for each request, please", "prompt"
+                )
+            prompt = prompt[0]
+        return prompt  # type: ignore[return-value] # a list's first item tells its type
+
+
+class TokenizeRequest(Strict):
+    """POST /tokenize: either prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True)] | None = Field(None, min_length=1)
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise TurnError(400, "invalid_value", "give prompt or messages, not both", "prompt")
+        return self
+
+
+class DetokenizeRequest(Strict):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: Tokens
+
+
+R = TypeVar("R", bound=Strict)
+
+
+def parse(kind: type[R], body: bytes) -> R:
+    """A request from its JSON bytes. TurnError 400 names the first field that is wrong."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        first = _most_telling(error)
+        if first["type"] == "json_invalid":
+            message = f"the body is not valid JSON ({first['msg'].removeprefix('Invalid JSON: ')})"
+            raise TurnError(400, "invalid_json", message) from None
+        param = _param(first["loc"])
+        if first["type"] == "extra_forbidden":
+            raise TurnError(400, "unknown_parameter", f"{param} is not known", param) from None
+        code = "missing_parameter" if first["type"] == "missing" else "invalid_value"
+        where = f"{param}: " if param else ""
+        message = first["msg"].removeprefix("Value error, ")
+        raise TurnError(400, code, f"{where}{message}", param or None) from None
+
+
+def _most_telling(error: ValidationError) -> ErrorDetails:
+    """The first error's deepest neighbour: of a union, the member that got furthest."""
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    top = errors[0]["loc"][:1]
+    return max((one for one in errors if one["loc"][:1] == top), key=lambda one: len(one["loc"]))
+
+
+def _param(location: tuple[int | str, ...]) -> str:
+    """Path of a field without pydantic's names for the members of a union."""
+    kept = [str(part) for part in location if isinstance(part, int) or part.isidentifier()]
+    return ".".join(part for part in kept if part not in ("str", "int"))

@@ -1,0 +1,405 @@
+"""Owns one ring as the coordinator sees it: heartbeats, roll call, self-check, frames in flight.
+
+Knows which frame was sent when and whether the ring may be trusted; knows nothing of turns but the
+segments inside a frame. Part of the scheduler core: no clock, no I/O.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from coord.ledger import Ledger
+from transport.chain import Chain, root_hash
+from transport.config import Limits
+from transport.config import Ring as RingSpec
+from transport.frame import (
+    Copy,
+    Free,
+    Heartbeat,
+    Kind,
+    Ping,
+    Refusal,
+    Reject,
+    Result,
+    RollCall,
+    Run,
+    Sampling,
+    Segment,
+    StageEntry,
+    StageState,
+    Verdict,
+)
+
+PROBE_TURN = 0  # turn id of the self-check; real turns count from 1
+PROBE_TOKENS = (1, 2, 3, 0)
+PROBE_SAMPLING = Sampling(logprobs=0)
+MAX_IN_FLIGHT = 4096  # Runs of the window, and Copies and Frees, which admission bounds
+MAX_WINDOW = 32  # frames; their activations are the ring's memory in flight
+RATE_ROWS = 32  # a frame of fewer rows costs by the frame, not by the row
+RATE_SHARE = 0.2  # of the newest measurement in a moving average
+RETRY_S = 1.0  # between two roll calls that went unanswered
+PING_S = 5.0  # between two pings of a ready ring
+
+
+class Phase(StrEnum):
+    """Life of a ring. Only a ready ring takes turns."""
+
+    WAITING = "waiting"  # for stages to be loaded and alive
+    FORMING = "forming"  # a roll call is going round
+    PROBING = "probing"  # the self-check is going round
+    READY = "ready"
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A numbered frame without its answer."""
+
+    frame: Run | Copy | Free | Ping
+    sent_at: float
+    chain: Chain | None = None  # of a copy: the tokens of its rows
+    guesses: tuple[int, ...] = ()  # of a Run: each segment's Turn.guess
+
+
+@dataclass(slots=True)
+class Stats:
+    """What one ring did since the process began; exported as counters."""
+
+    formed: int = 0
+    lost: int = 0
+    stale: int = 0  # answers to frames that nobody waits for any more
+    refused: int = 0  # segments and copies that a stage refused
+    hop_s: float | None = None  # last ping's round trip, seconds
+    verdicts: int = 0
+    wait_us: dict[str, int] = field(default_factory=dict)
+    forward_us: dict[str, int] = field(default_factory=dict)
+
+
+class Ring:
+    """One ring's health and its frames in flight."""
+
+    def __init__(self, spec: RingSpec, limits: Limits, first_epoch: int, vocabulary: int) -> None:
+        self.spec = spec
+        self.name = spec.name
+        self.limits = limits
+        self.verdict_link = f"{spec.name}/{spec.stages[-1].name}"  # the tail's name as a sender
+        self.phase = Phase.WAITING
+        self.detail = "no stage has been heard of"
+        self.epoch = first_epoch
+        self.entries: tuple[StageEntry, ...] = ()
+        self.ledger = Ledger(0, 0)
+        self.fingerprint = b""
+        self.reuse = False  # what the self-check saw
+        self.exact = False  # the self-check's log probabilities were equal to the bit
+        self.in_flight: dict[int, InFlight] = {}
+        self.heartbeats: dict[str, tuple[Heartbeat, float]] = {}
+        self.stats = Stats()
+        self.row_s = 0.0  # seconds a row takes in the slowest stage, of prefill frames
+        self.frame_s = 0.0  # seconds a small frame takes in the slowest stage
+        self.round_s = 0.0  # seconds from sending a small frame to its verdict
+        self.busy: dict[str, float] = {}  # share of the last heartbeat interval spent in forwards
+        self._forward_us: dict[str, int] = {}
+        self._vocabulary = vocabulary
+        self._seq = 0
+        self._asked_at: float | None = None
+        self._pinged_at = 0.0
+        self._probe: Result | None = None
+        self._fault = ""  # why the last roll call was not good enough
+
+    # ---- alive and trusted ----
+
+    def heard(self, beat: Heartbeat, now: float) -> str | None:
+        """Note a heartbeat; the reason when it shows that a formed ring is broken."""
+        self._measure(beat.stage, now)
+        self.heartbeats[beat.stage] = (beat, now)
+        if self.phase is Phase.WAITING:
+            return None
+        if beat.state is not StageState.READY:
+            return f"stage {beat.stage} is {beat.state.value}: {beat.detail}"
+        if self.phase is Phase.FORMING:
+            return None  # the entries are still those of the ring that was lost
+        for entry in self.entries:
+            if entry.name == beat.stage and entry.incarnation != beat.incarnation:
+                return f"stage {beat.stage} was restarted"
+        return None
+
+    def _measure(self, stage: str, now: float) -> None:
+        """Busy share of a stage between two heartbeats, from its timings in the verdicts."""
+        if stage in self.heartbeats:
+            total = self.stats.forward_us.get(stage, 0)
+            passed = now - self.heartbeats[stage][1]
+            if passed > 0:
+                share = (total - self._forward_us.get(stage, 0)) / 1e6 / passed
+                self.busy[stage] = round(min(1.0, share), 3)
+            self._forward_us[stage] = total
+
+    def missing(self, now: float) -> str | None:
+        """What keeps the ring from a roll call, in words; None when every stage is ready."""
+        faults = []
+        for stage in self.spec.stages:
+            beat, at = self.heartbeats.get(stage.name, (None, 0.0))
+            if beat is None:
+                faults.append(f"stage {stage.name} ({stage.address}) has not been heard of")
+            elif now - at > self.limits.lost_after_s:
+                faults.append(f"stage {stage.name} was last heard of {now - at:.1f} s ago")
+            elif beat.state is not StageState.READY:
+                faults.append(f"stage {stage.name} is {beat.state.value}: {beat.detail}")
+        return "; ".join(faults) or None
+
+    def forget(self, detail: str) -> None:
+        """The ring can't be trusted: nothing in flight will be believed, a roll call must come."""
+        if self.phase is Phase.READY:
+            self.stats.lost += 1
+        for record in self.in_flight.values():
+            if isinstance(record.frame, Copy) and record.frame.turn == PROBE_TURN:
+                self.ledger.forget(record.frame.target)  # nobody will say that it was parked
+        self.phase = Phase.WAITING
+        self.detail = detail
+        self.in_flight.clear()
+        self._probe = None
+
+    def ask(self, now: float) -> RollCall | None:
+        """The roll call to send now, if one is due."""
+        if self.phase not in (Phase.WAITING, Phase.FORMING):
+            return None
+        if self._asked_at is not None and now < self._asked_at + RETRY_S:
+            return None
+        missing = self.missing(now)
+        if missing is not None:
+            self.phase, self.detail = Phase.WAITING, missing
+            return None
+        self.phase, self.detail = Phase.FORMING, self._fault or "calling the roll"
+        self.epoch += 1
+        self._asked_at = now
+        return RollCall(self.name, self.epoch, tuple(self.ledger.parked))
+
+    def answered(self, call: RollCall, now: float) -> Run | None:
+        """A roll call came round: the self-check's first frame, or None: it can't be trusted."""
+        if self.phase is not Phase.FORMING or call.epoch != self.epoch:
+            self.stats.stale += 1
+            return None
+        self._fault = self._faults(call.entries) or ""
+        if self._fault:
+            self.phase, self.detail = Phase.WAITING, self._fault
+            return None
+        first = call.entries[0]
+        same = [(entry.name, entry.incarnation) for entry in self.entries] == [
+            (entry.name, entry.incarnation) for entry in call.entries
+        ]
+        if not same or self.fingerprint != first.fingerprint:
+            park_rows = min(
+                entry.park_bytes // entry.row_bytes if entry.row_bytes else 0
+                for entry in call.entries
+            )
+            self.ledger = self._fresh_ledger(first.slots, first.capacity, park_rows)
+            self.fingerprint = first.fingerprint
+        self.entries = call.entries
+        self.phase, self.detail = Phase.PROBING, "checking that a prefix can be reused"
+        return self._probe_run(0, now)
+
+    def _fresh_ledger(self, slots: int, capacity: int, park_rows: int) -> Ledger:
+        """An empty ledger that still knows why the old one's prefixes are gone."""
+        for index in list(self.ledger.parked) + list(range(len(self.ledger.slots))):
+            self.ledger.give_up(index, 0, "ring lost")
+        fresh = Ledger(slots, capacity, park_rows)
+        fresh.gone, fresh.evictions = self.ledger.gone, self.ledger.evictions
+        return fresh
+
+    def _faults(self, entries: tuple[StageEntry, ...]) -> str | None:
+        expected = [stage.name for stage in self.spec.stages]
+        if [entry.name for entry in entries] != expected:
+            return f"the roll call met {[entry.name for entry in entries]}, not {expected}"
+        first = entries[0]
+        at = 0
+        for entry, stage in zip(entries, self.spec.stages, strict=True):
+            if entry.layers != tuple(stage.layers):
+                return f"stage {entry.name} runs layers {entry.layers}, not {stage.layers}"
+            if entry.layers[0] != at:
+                return f"stage {entry.name} begins at layer {entry.layers[0]}, not {at}"
+            at = entry.layers[1]
+            if entry.fingerprint != first.fingerprint or entry.layers_total != first.layers_total:
+                return (
+                    f"stages {first.name} and {entry.name} have different weights, precision or "
+                    f"kernels ({first.fingerprint.hex()[:12]} {first.kernel}, "
+                    f"{entry.fingerprint.hex()[:12]} {entry.kernel})"
+                )
+            if (entry.slots, entry.capacity) != (first.slots, first.capacity):
+                return (
+                    f"stage {first.name} has {first.slots} slots of {first.capacity} rows, "
+                    f"{entry.name} has {entry.slots} of {entry.capacity}"
+                )
+        if first.capacity < self.limits.max_model_len:
+            return f"slots of {first.capacity} rows, max_model_len {self.limits.max_model_len}"
+        if first.vocabulary < self._vocabulary:
+            return f"a model of {first.vocabulary} tokens, the tokenizer has {self._vocabulary}"
+        if at != first.layers_total:
+            return f"the last stage ends at layer {at}, the model has {first.layers_total}"
+        return None
+
+    # ---- self-check: is a reused prefix worth the same as a computed one? ----
+
+    def _probe_run(self, start: int, now: float) -> Run:
+        slot = self.ledger.coldest()
+        assert slot is not None, "a ring that is not ready has no pinned slots"
+        self.ledger.give_up(slot, 0, "self-check")
+        chain = Chain(root_hash(self.fingerprint, b""), PROBE_TOKENS)
+        segment = Segment(
+            PROBE_TURN,
+            slot,
+            start,
+            PROBE_TOKENS[start:],
+            Kind.PREFILL,
+            chain.hash_before(start),
+            1,
+            PROBE_SAMPLING,
+        )
+        return self.run((segment,), now, (0,))
+
+    def probed(self, verdict: Verdict, now: float) -> Run | None:
+        """The self-check's verdict: its second frame, or None when the check is over."""
+        if not verdict.results:
+            self.forget("the self-check was refused")
+            return None
+        result = verdict.results[0]
+        if self._probe is None:
+            self._probe = result
+            return self._probe_run(len(PROBE_TOKENS) // 2, now)
+        self.reuse = result.tokens == self._probe.tokens
+        self.exact = self.reuse and result.logprobs == self._probe.logprobs
+        self._probe = None
+        self.phase, self.detail = Phase.READY, ""
+        self._pinged_at = now
+        self.stats.formed += 1
+        return None
+
+    # ---- numbered frames ----
+
+    def _number(self) -> int:
+        self._seq += 1
+        return self._seq
+
+    def run(self, segments: tuple[Segment, ...], now: float, guesses: tuple[int, ...]) -> Run:
+        """Number and note a compute frame; guesses: each segment's Turn.guess."""
+        frame = Run(self.name, self.epoch, self._number(), segments)
+        self.in_flight[frame.seq] = InFlight(frame, now, None, guesses)
+        return frame
+
+    def copy(
+        self, turn: int, source: int, target: int, chain: Chain, length: int, now: float
+    ) -> Copy:
+        """Number and note the copy of `chain`'s first `length` rows between two holdings."""
+        seq, digest = self._number(), chain.hash_before(length)
+        frame = Copy(self.name, self.epoch, seq, turn, source, target, length, digest)
+        self.in_flight[seq] = InFlight(frame, now, chain)
+        return frame
+
+    def free(self, slot: int, now: float) -> Free:
+        """Number and note the end of a slot's residency."""
+        frame = Free(self.name, self.epoch, self._number(), slot)
+        self.in_flight[frame.seq] = InFlight(frame, now)
+        return frame
+
+    def ping(self, now: float) -> Ping | None:
+        """The ping to send now, if one is due: an idle, ready ring every PING_S seconds."""
+        if self.phase is not Phase.READY or self.in_flight or now < self._pinged_at + PING_S:
+            return None
+        self._pinged_at = now
+        frame = Ping(self.name, self.epoch, self._number())
+        self.in_flight[frame.seq] = InFlight(frame, now)
+        return frame
+
+    def settle(self, epoch: int, seq: int) -> InFlight | None:
+        """Take the frame that an answer belongs to; None (and counted) when it is stale."""
+        if epoch != self.epoch or seq not in self.in_flight:
+            self.stats.stale += 1
+            return None
+        return self.in_flight.pop(seq)
+
+    @property
+    def window(self) -> int:
+        """Runs that may be in flight: stages + 1 keep the stages busy, more fill slow links."""
+        stages = len(self.spec.stages)
+        if self.limits.window_frames is not None:
+            return self.limits.window_frames
+        if not self.frame_s or self.stats.hop_s is None:
+            return stages + 1
+        return min(MAX_WINDOW, stages + 1 + int(self.stats.hop_s / self.frame_s))
+
+    def room(self) -> bool:
+        """True when another frame may be sent."""
+        return self.phase is Phase.READY and len(self.in_flight) < self.window
+
+    def timed(self, run: Run, verdict: Verdict, took_s: float) -> None:
+        """Add the stages' timings up; a prefill frame also tells the ring's rate."""
+        self.stats.verdicts += 1
+        rows = sum(len(segment.tokens) for segment in run.segments)
+        slowest = max((timing.forward_us for timing in verdict.timings), default=0) / 1e6
+        if rows >= RATE_ROWS:
+            self.row_s = _average(self.row_s, slowest / rows)
+        else:
+            self.frame_s = _average(self.frame_s, slowest)
+            self.round_s = _average(self.round_s, took_s)
+        for timing in verdict.timings:
+            for table, value in (
+                (self.stats.wait_us, timing.wait_us),
+                (self.stats.forward_us, timing.forward_us),
+            ):
+                table[timing.stage] = table.get(timing.stage, 0) + value
+
+    def distrusts(self, reject: Reject) -> bool:
+        """True when a refusal of a whole frame shows that a roll call is needed.
+
+        Not while one is going round: it comes behind the refusal and sets everything right. A stage
+        that is ahead (this coordinator's clock went back) tells the epoch to go on from.
+        """
+        if reject.code is Refusal.EPOCH and reject.epoch > self.epoch:
+            self.epoch = reject.epoch
+            return self.phase in (Phase.PROBING, Phase.READY)
+        if self.phase in (Phase.WAITING, Phase.FORMING):
+            return False
+        if reject.code is Refusal.LINK:
+            return reject.epoch in (0, self.epoch)
+        return reject.epoch == self.epoch and reject.seq in self.in_flight
+
+    # ---- time ----
+
+    def overdue(self, now: float) -> str | None:
+        """Why time itself says that a formed ring is broken, or None."""
+        if self.phase is Phase.WAITING:
+            return None
+        if self.phase is Phase.FORMING:
+            return None  # `ask` calls the roll again
+        missing = self.missing(now)
+        if missing is not None:
+            return missing
+        for record in self.in_flight.values():
+            if now - record.sent_at > self.limits.frame_timeout_s:
+                return f"frame {record.frame.seq} had no answer for {now - record.sent_at:.1f} s"
+            break  # frames are sent, and so noted, in order of time
+        return None
+
+    def deadline(self, now: float) -> float:
+        """When this ring wants to be looked at again (seconds, the driver's clock)."""
+        times = [at + self.limits.lost_after_s for _, at in self.heartbeats.values()]
+        times = [time for time in times if time > now]
+        if self.phase in (Phase.WAITING, Phase.FORMING):
+            times.append(now + RETRY_S)
+        if self.phase is Phase.READY and not self.in_flight:
+            times.append(self._pinged_at + PING_S)
+        for record in self.in_flight.values():
+            times.append(record.sent_at + self.limits.frame_timeout_s)
+            break
+        oldest = self.ledger.oldest_use()
+        if oldest is not None and self.limits.idle_ttl_s:
+            times.append(max(now, oldest + self.limits.idle_ttl_s) + 1e-3)
+        return min(times, default=now + RETRY_S)
+
+    def check(self) -> None:
+        """Assert the invariants."""
+        self.ledger.check()
+        assert len(self.in_flight) <= MAX_IN_FLIGHT, len(self.in_flight)
+        assert self.phase is not Phase.WAITING or not self.in_flight, self.in_flight
+
+
+def _average(old: float, new: float) -> float:
+    return old + RATE_SHARE * (new - old) if old else new

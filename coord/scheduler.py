@@ -1,0 +1,530 @@
+"""Owns the schedule: which turn runs where, which rows the next frame takes, what a verdict means.
+
+The coordinator's core: frames in, actions out (`handle`). No clock, no I/O, no text. The driver is
+the asyncio shell (coord.coordinator), the simulator, or the replayer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from coord.actions import Action, Admitted, Failed, Finished, Send, Tokens
+from coord.admission import Choice, choose, leader, waits_behind
+from coord.draft import MAX_DRAFT, Drafter, accepted, worthwhile
+from coord.ledger import Miss
+from coord.ring import PROBE_TURN, InFlight, Ring
+from coord.ring import Phase as RingPhase
+from coord.turn import Phase, Turn
+from transport.chain import root_hash
+from transport.config import Limits
+from transport.config import Ring as RingSpec
+from transport.frame import (
+    Cancel,
+    Copy,
+    Frame,
+    Free,
+    FreeSlot,
+    Heartbeat,
+    KeepSlot,
+    Kind,
+    LinkGap,
+    Ping,
+    Refusal,
+    Reject,
+    Result,
+    RollCall,
+    Run,
+    Segment,
+    StageLost,
+    Submit,
+    Verdict,
+)
+
+NO_TURN = PROBE_TURN  # the owner of copies that no turn waits for
+MAX_REFUSALS = 3  # of one turn's rows before it fails: a cold start can't be refused for content
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counters since the process began; the names are those of GET /metrics."""
+
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    prefilled_tokens: int = 0  # rows sent as prefill, a turn's own resume included
+    copied_rows: int = 0
+    drafts_accepted: int = 0
+    drafts_rejected: int = 0
+    drafts_wasted: int = 0  # rows of frames behind a wrong draft
+    resumed: int = 0
+
+
+class Scheduler:
+    """All turns of all rings. `handle` is the only place where state changes."""
+
+    def __init__(
+        self,
+        rings: tuple[RingSpec, ...],
+        limits: Limits,
+        *,
+        first_epoch: int = 0,
+        vocabulary: int = 0,
+        drafter: Callable[[], Drafter] | None = None,
+    ) -> None:
+        """first_epoch: rings count on from it. vocabulary: ids that the tokenizer may give.
+
+        drafter: makes each turn's drafter; None for no speculation.
+        """
+        self._drafter = drafter
+        self.limits = limits
+        self.rings = {spec.name: Ring(spec, limits, first_epoch, vocabulary) for spec in rings}
+        self.turns: dict[int, Turn] = {}  # waiting, running and draining, in order of arrival
+        self.totals = Totals()
+        self._now = 0.0
+
+    def handle(self, frame: Frame, now: float) -> list[Action]:
+        """Take one frame; return what to do, in order. now: seconds on any monotonic clock."""
+        self._now = now
+        actions: list[Action] = []
+        match frame:
+            case Submit():
+                self._submit(frame, now, actions)
+            case Cancel():
+                self._cancel(frame, now, actions)
+            case FreeSlot():
+                self._free_slot(frame, now, actions)
+            case KeepSlot():
+                self._keep_slot(frame, now)
+            case LinkGap():
+                self._gap(frame, now)
+            case Heartbeat() | RollCall() | Verdict() | Reject() | Copy() | Free() | Ping():
+                ring = self.rings.get(frame.ring)
+                if ring is not None:
+                    self._from_ring(ring, frame, now, actions)
+            case StageLost():
+                ring = self.rings.get(frame.ring)
+                if ring is not None and ring.phase is not RingPhase.WAITING:
+                    self._lose(ring, f"stage {frame.stage}: {frame.detail}", now)
+        self._look_after_rings(now, actions)
+        self._fail_stranded(now, actions)
+        self._admit(now, actions)
+        for ring in self.rings.values():
+            self._fill(ring, now, actions)
+        return actions
+
+    def deadline(self) -> float | None:
+        """When a Tick is wanted, on the clock of `handle`."""
+        times = [ring.deadline(self._now) for ring in self.rings.values()]
+        if not self._any_ready():
+            times += [
+                turn.waiting_since + self.limits.resume_s
+                for turn in self.turns.values()
+                if turn.phase is Phase.WAITING
+            ]
+        return min(times, default=None)
+
+    def check(self) -> None:
+        """Assert every invariant; tests and the simulator call it after each event."""
+        for ring in self.rings.values():
+            ring.check()
+            for index, slot in enumerate(ring.ledger.slots):
+                if slot.turn is not None:
+                    turn = self.turns[slot.turn]
+                    assert (turn.ring, turn.slot) == (ring.name, index), (turn, index)
+        flying = self._flying()
+        for turn in self.turns.values():
+            turn.check()
+            assert turn.in_flight == flying.get(turn.id, 0), (turn, flying)
+            if turn.slot is not None:
+                assert turn.ring is not None, turn
+                slot = self.rings[turn.ring].ledger.slots[turn.slot]
+                assert slot.turn == turn.id, (slot, turn)
+                assert slot.resident <= turn.sent or turn.phase is not Phase.RUNNING, (slot, turn)
+
+    def waiting(self) -> int:
+        """Turns in the queue."""
+        return sum(turn.phase is Phase.WAITING for turn in self.turns.values())
+
+    def running(self) -> int:
+        """Turns that hold a slot for a client."""
+        active = (Phase.RUNNING, Phase.RECOVERING)
+        return sum(turn.phase in active for turn in self.turns.values())
+
+    def _any_ready(self) -> bool:
+        return any(ring.phase is RingPhase.READY for ring in self.rings.values())
+
+    def _flying(self) -> dict[int, int]:
+        count: dict[int, int] = {}
+        for ring in self.rings.values():
+            for record in ring.in_flight.values():
+                frame = record.frame
+                if isinstance(frame, Run):
+                    owners = [segment.turn for segment in frame.segments]
+                else:
+                    owners = [frame.turn] if isinstance(frame, Copy) else []
+                for owner in owners:
+                    count[owner] = count.get(owner, 0) + 1
+        return count
+
+    # ---- local inputs ----
+
+    def _submit(self, submit: Submit, now: float, actions: list[Action]) -> None:
+        assert submit.turn not in self.turns, submit.turn
+        assert submit.turn != PROBE_TURN
+        limit = self.limits.max_model_len
+        prompt = len(submit.prompt)
+        if not prompt:
+            actions.append(Failed(submit.turn, 400, "empty_prompt", "the prompt has no tokens"))
+        elif prompt + 1 > limit:
+            text = f"the prompt has {prompt} tokens and the context limit is {limit}"
+            actions.append(Failed(submit.turn, 400, "context_length_exceeded", text))
+        elif submit.budget < 1:
+            actions.append(Failed(submit.turn, 400, "invalid_value", "nothing to generate"))
+        elif not self._any_ready():
+            text = "; ".join(f"{ring.name}: {ring.detail}" for ring in self.rings.values())
+            actions.append(Failed(submit.turn, 503, "not_ready", f"no ring is ready ({text})"))
+        elif self.waiting() >= self.limits.queue_turns:
+            text = f"{self.limits.queue_turns} turns are waiting already"
+            actions.append(Failed(submit.turn, 429, "queue_full", text))
+        else:
+            budget = min(submit.budget, limit - prompt)
+            drafter = self._drafter() if self._drafter is not None else None
+            self.turns[submit.turn] = Turn(submit, budget, drafter, waiting_since=now)
+
+    def _cancel(self, cancel: Cancel, now: float, actions: list[Action]) -> None:
+        turn = self.turns.get(cancel.turn)
+        if turn is not None and turn.phase is not Phase.DRAINING:
+            self._finish(turn, cancel.reason, now, actions)
+
+    def _free_slot(self, request: FreeSlot, now: float, actions: list[Action]) -> None:
+        ring = self.rings.get(request.ring)
+        if ring is None or ring.phase is not RingPhase.READY:
+            return
+        if ring.ledger.has(request.slot) and ring.ledger.holding(request.slot).turn is None:
+            self._free(ring, request.slot, "request", now, actions)
+
+    def _free(self, ring: Ring, index: int, reason: str, now: float, actions: list[Action]) -> None:
+        """Give a slot or parked prefix up on every stage."""
+        ring.ledger.give_up(index, 0, reason)
+        ring.ledger.forget(index)
+        actions.append(Send(ring.free(index, now)))
+
+    def _keep_slot(self, request: KeepSlot, now: float) -> None:
+        ring = self.rings.get(request.ring)
+        if ring is not None and request.slot < len(ring.ledger.slots):
+            ring.ledger.keep(request.slot, now + request.keep_s, now)
+
+    def _gap(self, gap: LinkGap, now: float) -> None:
+        for ring in self.rings.values():
+            if gap.link == ring.verdict_link and ring.phase is not RingPhase.WAITING:
+                self._lose(ring, f"verdicts {gap.expected} to {gap.got} were lost", now)
+
+    # ---- from the ring ----
+
+    def _from_ring(self, ring: Ring, frame: Frame, now: float, actions: list[Action]) -> None:
+        match frame:
+            case Heartbeat():
+                broken = ring.heard(frame, now)
+                if broken is not None:
+                    self._lose(ring, broken, now)
+            case RollCall():
+                probe = ring.answered(frame, now)
+                if probe is not None:
+                    actions.append(Send(probe))
+            case Reject():
+                self._reject(ring, frame, now, actions)
+            case Verdict():
+                record = ring.settle(frame.epoch, frame.seq)
+                if record is not None:
+                    self._verdict(ring, record, frame, now, actions)
+            case Copy():
+                record = ring.settle(frame.epoch, frame.seq)
+                if record is not None:
+                    self._copied(ring, record, frame, now, actions)
+            case Ping():
+                record = ring.settle(frame.epoch, frame.seq)
+                if record is not None:
+                    ring.stats.hop_s = now - record.sent_at
+            case Free():
+                ring.settle(frame.epoch, frame.seq)
+
+    def _verdict(
+        self, ring: Ring, record: InFlight, verdict: Verdict, now: float, actions: list[Action]
+    ) -> None:
+        assert isinstance(record.frame, Run), record
+        ring.timed(record.frame, verdict, now - record.sent_at)
+        results = {result.turn: result for result in verdict.results}
+        for segment, guess in zip(record.frame.segments, record.guesses, strict=True):
+            if segment.turn == PROBE_TURN:
+                probe = ring.probed(verdict, now)
+                if probe is not None:
+                    actions.append(Send(probe))
+                return
+            turn = self.turns[segment.turn]
+            turn.in_flight -= 1
+            result = results.get(segment.turn)
+            if result is None or len(result.tokens) != segment.want:
+                self._refused(ring, turn)
+            elif guess != turn.guess:
+                self.totals.drafts_wasted += len(segment.tokens)
+            elif turn.phase is not Phase.RECOVERING:
+                reason = self._settled(ring, turn, segment, result, actions)
+                if reason is not None:
+                    self._finish(turn, reason, now, actions)
+            self._drain(ring, turn, now, actions)
+
+    def _settled(
+        self, ring: Ring, turn: Turn, segment: Segment, result: Result, actions: list[Action]
+    ) -> str | None:
+        """A segment's rows are written on every stage; its tokens, as far as they hold, are next.
+
+        Returns the finish reason when one of them ends the turn.
+        """
+        assert turn.slot == segment.slot, (turn, segment)
+        assert turn.chain is not None
+        if not turn.started:
+            turn.started = True
+            self.totals.prompt_tokens += len(turn.submit.prompt)
+            self.totals.prefix_cache_queries += len(turn.submit.prompt)
+            self.totals.prefix_cache_hits += segment.start
+        if not segment.want or turn.phase is Phase.DRAINING:
+            if segment.kind is Kind.PREFILL:
+                ring.ledger.extend(segment.slot, turn.chain, segment.end)
+            return None
+        turn.ahead -= 1
+        assert segment.end - segment.want == turn.known - 1, (segment, turn)
+        drafts = turn.chain.tokens(turn.known, min(len(turn.chain), segment.end + 1))
+        right = accepted(drafts, result.tokens)
+        turn.acceptance.learn(len(drafts), right)
+        self.totals.drafts_accepted += right
+        self.totals.drafts_rejected += min(len(drafts), segment.want) - right
+        reason, count = None, 0
+        for token in result.tokens[: right + 1]:
+            reason = turn.commit(token)
+            count += 1
+            if reason is not None:
+                break
+        ring.ledger.extend(segment.slot, turn.chain, segment.end - segment.want + count)
+        self.totals.generation_tokens += count
+        tokens, logprobs, top = result.tokens, result.logprobs, result.top
+        actions.append(Tokens(turn.id, tokens[:count], logprobs[:count], top[:count]))
+        return reason
+
+    def _copied(
+        self, ring: Ring, record: InFlight, copy: Copy, now: float, actions: list[Action]
+    ) -> None:
+        assert record.chain is not None
+        if copy.turn == NO_TURN:  # an eviction's rows are parked, unless they were dropped since
+            if ring.ledger.has(copy.target):
+                ring.ledger.extend(copy.target, record.chain, copy.length)
+            return
+        turn = self.turns[copy.turn]
+        turn.in_flight -= 1
+        if turn.phase is not Phase.RECOVERING:
+            ring.ledger.extend(copy.target, record.chain, copy.length)
+        self._drain(ring, turn, now, actions)
+
+    def _reject(self, ring: Ring, reject: Reject, now: float, actions: list[Action]) -> None:
+        ring.stats.refused += 1
+        if reject.code in (Refusal.EPOCH, Refusal.LINK):
+            if ring.distrusts(reject):
+                self._lose(ring, f"stage {reject.stage}: {reject.detail}", now)
+            return
+        record = ring.in_flight.get(reject.seq) if reject.epoch == ring.epoch else None
+        if record is None or isinstance(record.frame, Run):
+            return  # a Run's Verdict still comes, without the refused segment
+        ring.settle(reject.epoch, reject.seq)
+        if isinstance(record.frame, Copy) and record.frame.turn == NO_TURN:
+            ring.ledger.forget(record.frame.target)
+        elif isinstance(record.frame, Copy):
+            turn = self.turns[record.frame.turn]
+            turn.in_flight -= 1
+            self._refused(ring, turn)
+            self._drain(ring, turn, now, actions)
+
+    def _refused(self, ring: Ring, turn: Turn) -> None:
+        """The ledger was wrong about the turn's slot: forget it, start over there."""
+        assert turn.slot is not None
+        ring.ledger.give_up(turn.slot, 0, "refused")
+        if turn.phase is Phase.RUNNING:
+            turn.phase = Phase.RECOVERING
+            turn.refusals += 1
+
+    # ---- a turn's end ----
+
+    def _finish(self, turn: Turn, reason: str, now: float, actions: list[Action]) -> None:
+        actions.append(Finished(turn.id, reason))
+        self._end(turn, now, actions)
+
+    def _end(self, turn: Turn, now: float, actions: list[Action]) -> None:
+        if turn.phase is Phase.WAITING:
+            del self.turns[turn.id]
+            return
+        turn.phase = Phase.DRAINING
+        assert turn.ring is not None
+        self._drain(self.rings[turn.ring], turn, now, actions)
+
+    def _drain(self, ring: Ring, turn: Turn, now: float, actions: list[Action]) -> None:
+        """When the last of a turn's frames has come back, its slot is free (or is started over)."""
+        if turn.in_flight:
+            return
+        assert turn.slot is not None
+        if turn.phase is Phase.DRAINING:
+            if turn.id in self.turns:
+                ring.ledger.release(turn.slot, turn.id, now)
+                if turn.submit.keep_s:
+                    ring.ledger.keep(turn.slot, now + turn.submit.keep_s, now)
+                del self.turns[turn.id]
+        elif turn.phase is Phase.RECOVERING and turn.refusals <= MAX_REFUSALS:
+            ring.ledger.forget(turn.slot)
+            root = root_hash(ring.fingerprint, turn.submit.salt)
+            turn.admit(ring.name, turn.slot, root, None, 0)
+            actions.append(self._admitted(turn))
+
+    # ---- a ring's end ----
+
+    def _lose(self, ring: Ring, detail: str, now: float) -> None:
+        """Void what is in flight; the ring's turns wait to be resumed at what they committed."""
+        ring.forget(detail)
+        for turn in list(self.turns.values()):
+            if turn.phase is Phase.WAITING:
+                turn.waiting_since = now  # the time to come back counts from the loss
+            if turn.ring != ring.name or turn.slot is None:
+                continue
+            ring.ledger.release(turn.slot, turn.id, now)
+            if turn.phase is Phase.DRAINING:
+                del self.turns[turn.id]
+            else:
+                turn.suspend()
+                turn.waiting_since = now
+
+    def _look_after_rings(self, now: float, actions: list[Action]) -> None:
+        for ring in self.rings.values():
+            broken = ring.overdue(now)
+            if broken is not None:
+                self._lose(ring, broken, now)
+            for frame in (ring.ask(now), ring.ping(now)):
+                if frame is not None:
+                    actions.append(Send(frame))
+            ttl = self.limits.idle_ttl_s
+            if ttl and ring.phase is RingPhase.READY:
+                for index in ring.ledger.idle(now - ttl):
+                    self._free(ring, index, "ttl", now, actions)
+
+    def _fail_stranded(self, now: float, actions: list[Action]) -> None:
+        """A turn that lost its ring, or was refused too often, fails within a stated bound."""
+        ready = self._any_ready()
+        for turn in list(self.turns.values()):
+            late = now >= turn.waiting_since + self.limits.resume_s
+            if turn.phase is Phase.WAITING and late and not ready:
+                text = f"no ring was ready for {self.limits.resume_s:g} s"
+                actions.append(Failed(turn.id, 503, "ring_lost", text))
+                self._end(turn, now, actions)
+            elif turn.phase is Phase.RECOVERING and turn.refusals > MAX_REFUSALS:
+                text = f"the stages refused the turn's rows {turn.refusals} times"
+                actions.append(Failed(turn.id, 500, "rows_refused", text))
+                self._end(turn, now, actions)
+
+    # ---- what to send ----
+
+    def _admit(self, now: float, actions: list[Action]) -> None:
+        """Give slots to waiting turns, in order of arrival, by what is resident now."""
+        for turn in list(self.turns.values()):
+            if turn.phase is not Phase.WAITING or waits_behind(turn, self.turns, self.rings):
+                continue
+            found = choose(turn, self.turns, self.rings, now)
+            if found is None:
+                return
+            turn.behind = leader(turn, self.turns, found)
+            if turn.behind is None:
+                self._place(turn, found, now, actions)
+
+    def _place(self, turn: Turn, choice: Choice, now: float, actions: list[Action]) -> None:
+        """Carry a placement out: park or give up what is in the way, copy what is shared."""
+        ring, wanted, placement = choice.ring, choice.wanted, choice.placement
+        ledger, slot, matched = ring.ledger, placement.slot, placement.matched
+        miss = ledger.explain(wanted, matched)
+        donor = ledger.holding(slot if placement.source is None else placement.source)
+        donor.used = now
+        donor.proven = donor.proven or matched > 0
+        resumed = turn.admitted_before
+        turn.admit(ring.name, slot, wanted.root, donor.chain, matched)
+        assert turn.chain is not None
+        for index in placement.dropped:
+            self._free(ring, index, "parked too long", now, actions)
+        if placement.park is not None:
+            held = ledger.slots[slot]
+            assert held.chain is not None
+            ledger.reserve(placement.park, held)
+            copy = ring.copy(NO_TURN, slot, placement.park, held.chain.clone(), held.resident, now)
+            actions.append(Send(copy))
+        ledger.pin(slot, turn.id)
+        kept = matched if placement.source is None else 0
+        ledger.give_up(slot, kept, "evicted" if placement.park is None else "parked")
+        ledger.claim(slot, turn.submit.hint, proven=matched > 0)
+        if placement.source is not None:
+            turn.in_flight += 1
+            self.totals.copied_rows += matched
+            source = placement.source
+            actions.append(Send(ring.copy(turn.id, source, slot, turn.chain, matched, now)))
+        if resumed:
+            self.totals.resumed += 1
+        actions.append(self._admitted(turn, miss))
+
+    def _admitted(self, turn: Turn, miss: Miss | None = None) -> Admitted:
+        assert turn.ring is not None
+        assert turn.slot is not None
+        prompt, matched = len(turn.submit.prompt), turn.sent
+        return Admitted(turn.id, turn.ring, turn.slot, prompt, matched, turn.started, miss)
+
+    def _fill(self, ring: Ring, now: float, actions: list[Action]) -> None:
+        """While the ring has room: every ready decode segment, then prefill, then speculation."""
+        while ring.room():
+            mine = [turn for turn in self.turns.values() if turn.ring == ring.name]
+            segments = self._certain(ring, mine) or self._ahead(ring, mine)
+            if not segments:
+                return
+            for segment in segments:
+                ring.ledger.truncate(segment.slot, segment.start)
+                if segment.kind is Kind.PREFILL:
+                    self.totals.prefilled_tokens += len(segment.tokens)
+            guesses = tuple(self.turns[segment.turn].guess for segment in segments)
+            actions.append(Send(ring.run(tuple(segments), now, guesses)))
+
+    def _certain(self, ring: Ring, mine: list[Turn]) -> list[Segment]:
+        """A frame of work that is surely needed; drafts ride along as far as they pay.
+
+        While a turn decodes, prefill comes in smaller chunks, so that its gaps stay short.
+        """
+        ready = [turn for turn in mine if turn.decoding and turn.ready]
+        limits = self.limits
+        decodes = any(turn.decoding and turn.phase is Phase.RUNNING for turn in mine)
+        left = limits.shared_chunk_tokens if decodes else limits.chunk_tokens
+        prefill: list[Segment] = []
+        for turn in mine:
+            segment = None if turn.decoding else turn.next_segment(left)
+            if segment is not None:
+                prefill.append(segment)
+                left -= len(segment.tokens)
+        rows = len(ready) + sum(len(segment.tokens) for segment in prefill)
+        for turn in sorted(ready, key=lambda turn: -turn.acceptance.rate):
+            rows += self._draft(ring, turn, rows)
+        found = [turn.next_segment(1 + MAX_DRAFT) for turn in ready]
+        return [segment for segment in found if segment is not None] + prefill
+
+    def _ahead(self, ring: Ring, mine: list[Turn]) -> list[Segment]:
+        """A frame of guesses alone: behind a turn's frames in flight, as deep as it was right."""
+        segments: list[Segment] = []
+        for turn in mine:
+            if 0 < turn.ahead < turn.acceptance.depth and self._draft(ring, turn, 0):
+                segment = turn.next_segment(MAX_DRAFT)
+                if segment is not None:
+                    segments.append(segment)
+        return segments
+
+    def _draft(self, ring: Ring, turn: Turn, rows: int) -> int:
+        latency = 0.0 if ring.in_flight else ring.round_s
+        rate = turn.acceptance.rate
+        return turn.speculate(worthwhile(rate, rows, ring.frame_s, ring.row_s, latency))

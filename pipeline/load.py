@@ -1,0 +1,59 @@
+"""Owns the choice of a stage's model: the toy, or a torch block from files.
+
+torch is imported only where a file is opened, so that a toy ring starts at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pipeline.model import StageModel, ToyModel
+from transport.config import TOY, Config, Ring, Stage
+
+TOY_LAYERS = 6
+TOY_CONTEXT = 4096
+
+
+def load_model(
+    config: Config,
+    ring: Ring,
+    spec: Stage,
+    device: str,
+    progress: Callable[[float, str], None],
+) -> StageModel:
+    """The block that `spec` names, on `device`. Raises ModelError naming what is wrong.
+
+    progress is called with (share done in [0, 1], what is being done).
+    """
+    limits = config.limits
+    if config.model.path == TOY:
+        progress(1.0, "the toy needs no file")
+        return ToyModel(
+            spec.layers, ring.layers_total, slots=limits.slots, capacity=limits.max_model_len
+        )
+    progress(0.0, "importing torch")
+    from pipeline.torch_model import DTYPES, TorchModel
+    from pipeline.weights import open_model
+
+    progress(0.0, f"opening {config.model.path}")
+    return TorchModel(
+        open_model(config.model.path),
+        spec.layers,
+        slots=limits.slots,
+        capacity=limits.max_model_len,
+        dtype=DTYPES[config.model.dtype],
+        device=device,
+        exact=config.model.exact,
+        threads=spec.threads,
+        progress=progress,
+    )
+
+
+def describe_model(path: str) -> tuple[int, int]:
+    """Layers and longest context (tokens) of a model; loads no weights. Raises ModelError."""
+    if path == TOY:
+        return TOY_LAYERS, TOY_CONTEXT
+    from pipeline.weights import open_model
+
+    source = open_model(path)
+    return source.layers_total, int(source.config.max_position_embeddings)

@@ -1,0 +1,359 @@
+"""Owns a real block: decoder layers [first, last) of a model with a static KV buffer per slot.
+
+The layers are transformers' own, built for the block alone; this file gives them the rows of
+several sequences at once, keeps their keys and values, and picks tokens at the tail. What keeps
+rows exact is pipeline.kernels. Knows no link and no prefix hashes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+from transformers import AttentionInterface
+
+from pipeline.kernels import (
+    KEYS,
+    ROWS,
+    TILES,
+    Linear,
+    Span,
+    attend,
+    choose,
+    linear_exact,
+    linear_shapes,
+    padded,
+    replace_linears,
+    spans,
+)
+from pipeline.model import ModelInfo, Output
+from pipeline.sample import Choice, pick
+from pipeline.weights import EMBEDDING, FINAL_NORM, LM_HEAD, ModelError, Source
+from transport.frame import Result, Sampling, Segment, Tensor
+
+ATTENTION = "kvring"
+LOGIT_ROWS = 32  # rows projected at once: 32 x 49,152 x 4 bytes = 6 MB of logits, not 100 MB
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(slots=True)
+class Part:
+    """One segment in a forward: its slot and rows there, and its first row in the frame."""
+
+    slot: int
+    start: int
+    end: int
+    at: int
+    spans: list[Span]
+
+
+@dataclass(slots=True)
+class Plan:
+    """What every layer of one forward shares. caches: per layer, (keys, values)."""
+
+    parts: list[Part]
+    caches: dict[int, tuple[torch.Tensor, torch.Tensor]]
+
+
+def _attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,  # noqa: ARG001 - the library's signature
+    *,
+    plan: Plan,
+    scaling: float,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Write the rows' keys and values to their slots, then attend sequence by sequence.
+
+    query [1, heads, rows, head_dim], key and value [1, key heads, rows, head_dim]; returns
+    [1, rows, heads, head_dim]. Padding rows stay zero.
+    """
+    keys, values = plan.caches[module.layer_idx]  # type: ignore[index]
+    out = query.new_zeros(query.shape[1:])
+    for part in plan.parts:
+        last = part.at + part.end - part.start
+        slot_keys, slot_values = keys[part.slot], values[part.slot]
+        slot_keys[:, part.start : part.end] = key[0, :, part.at : last]
+        slot_values[:, part.start : part.end] = value[0, :, part.at : last]
+        for span in part.spans:
+            low = part.at + span.start - part.start
+            high = low + span.end - span.start
+            out[:, low:high] = attend(
+                query[0, :, low:high],
+                slot_keys,
+                slot_values,
+                span,
+                window=sliding_window,
+                scaling=scaling,
+            )
+    return out.transpose(0, 1)[None], None
+
+
+AttentionInterface.register(ATTENTION, _attention)
+
+
+class TorchModel:
+    """Layers [first, last) of an opened model as a StageModel.
+
+    source: see weights.open_model. slots and capacity: KV rows per slot, rounded up to a multiple
+    of 512. dtype: of weights, KV and activations. exact: see docs/exactness.md; info.kernel says
+    whether it is kept. threads: of torch, for the whole process; None leaves them. progress is
+    called with (share done in [0, 1], what is being done).
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        layers: tuple[int, int],
+        *,
+        slots: int,
+        capacity: int,
+        dtype: torch.dtype = torch.bfloat16,
+        device: str | torch.device = "cpu",
+        exact: bool = True,
+        threads: int | None = None,
+        progress: Callable[[float, str], None] | None = None,
+    ) -> None:
+        source.names(layers)  # refuses a range outside the model
+        if slots < 1 or capacity < 1:
+            raise ModelError(f"{slots} slots of {capacity} rows: both must be positive")
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self._report = progress or (lambda _share, _what: None)
+        self._first, self._last = layers
+        self._dtype, self._device = dtype, torch.device(device)
+        self._slots, self._capacity = slots, padded(capacity, KEYS)
+        self._config = copy.deepcopy(source.config)
+        self._config._attn_implementation = ATTENTION
+        self._heads = int(self._config.num_attention_heads)
+        self._groups = int(self._config.num_key_value_heads)
+        self._size = _head_dim(self._config)
+        with torch.inference_mode():
+            self._report(0.0, "probing kernels")
+            heads = (self._heads, self._groups, self._size)
+            shapes = linear_shapes(source.layer_shapes)
+            self._kernels = choose(shapes, heads, dtype, self._device, exact)
+            self._load(source)
+        self._info = self._describe(source)
+        self._report(1.0, "loaded")
+
+    @property
+    def info(self) -> ModelInfo:
+        """See StageModel."""
+        return self._info
+
+    @torch.inference_mode()
+    def forward(self, segments: Sequence[Segment], payload: Tensor | None) -> Output:
+        """See StageModel. payload: [tokens, hidden] in the block's dtype."""
+        count = sum(len(segment.tokens) for segment in segments)
+        rows = padded(count, ROWS) if self._kernels.exact else count
+        plan, positions = self._plan(segments, rows)
+        if self._info.head:
+            hidden = self._embed(segments, rows)
+        else:
+            assert payload is not None
+            hidden = self._received(payload, count, rows)
+        index = torch.tensor(positions, device=self._device)
+        rotary = (self._cos[index][None], self._sin[index][None])
+        for layer in self._layers:
+            hidden = layer(hidden, position_embeddings=rotary, plan=plan)
+        if self._info.tail:
+            return Output(None, self._results(segments, hidden[0]))
+        return Output(_to_wire(hidden[0, :count]))
+
+    @torch.inference_mode()
+    def copy(self, source: int, target: int, length: int) -> None:
+        """See StageModel."""
+        for layer, (keys, values) in self._caches.items():
+            here = self._parked.get(source)
+            pair = (keys[source], values[source]) if here is None else here[layer]
+            if target < self._slots:
+                keys[target, :, :length] = pair[0][:, :length]
+                values[target, :, :length] = pair[1][:, :length]
+            else:
+                parked = self._parked.setdefault(target, {})
+                parked[layer] = tuple(rows[:, :length].to("cpu", copy=True) for rows in pair)
+
+    def drop(self, parked: int) -> None:
+        """See StageModel."""
+        self._parked.pop(parked, None)
+
+    # ---- construction ----------------------------------------------------------------------------
+
+    def _load(self, source: Source) -> None:
+        first, last = self._first, self._last
+        total = last - first + 2
+        shape = (self._slots, self._groups, self._capacity, self._size)
+        self._layers: list[nn.Module] = []
+        self._caches: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # host copies of keys and values [key heads, rows, head_dim], by parked number and layer
+        self._parked: dict[int, dict[int, tuple[torch.Tensor, ...]]] = {}
+        if first == 0:
+            self._embedding = self._read(source, EMBEDDING)
+        for index in range(first, last):
+            self._report((index - first + 1) / total, f"layer {index} of [{first}, {last})")
+            self._layers.append(self._layer(source, index))
+            # Zeroed, not empty: rows that were never written are masked, but must not be NaN.
+            self._caches[index] = (
+                torch.zeros(shape, dtype=self._dtype, device=self._device),
+                torch.zeros(shape, dtype=self._dtype, device=self._device),
+            )
+        if last == source.layers_total:
+            self._report((total - 1) / total, "LM head")
+            self._norm = self._module(source.family.norm, self._config)
+            self._norm.load_state_dict({"weight": self._read(source, FINAL_NORM)}, assign=True)
+            self._head = self._lm_head(source)
+        self._cos, self._sin = self._rotary_table(source)
+
+    def _read(self, source: Source, name: str) -> torch.Tensor:
+        return source.read(name, self._dtype).to(self._device)
+
+    def _layer(self, source: Source, index: int) -> nn.Module:
+        with torch.device("meta"):
+            layer: nn.Module = source.family.layer(self._config, index)
+        prefix = f"model.layers.{index}."
+        state = {name: self._read(source, prefix + name) for name in source.layer_shapes}
+        layer.load_state_dict(state, strict=True, assign=True)
+        del state
+        layer.eval().requires_grad_(False)
+        replace_linears(layer, self._kernels)
+        return layer
+
+    def _module(self, norm: Any, config: Any) -> nn.Module:
+        with torch.device("meta"):
+            made: nn.Module = norm(config.hidden_size, eps=config.rms_norm_eps)
+        return made.eval().requires_grad_(False)
+
+    def _lm_head(self, source: Source) -> Linear:
+        kernels = replace(self._kernels, linear_rows=LOGIT_ROWS)
+        head = Linear(self._read(source, LM_HEAD), None, kernels)
+        if kernels.exact:
+            # Its own probe, on its own weights: logits are not cached, so the tile is no identity.
+            tile = next((n for n in TILES if n <= LOGIT_ROWS and linear_exact(head, n)), 0)
+            if tile:
+                head.rows = tile
+            else:
+                self._kernels = replace(self._kernels, exact=False, why_not="LM head")
+        return head
+
+    def _rotary_table(self, source: Source) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of every position, [capacity, head_dim] in the block's dtype."""
+        rotary = source.family.rotary(self._config)
+        divisors = source.rope_divisors
+        if divisors is not None:
+            rotary.inv_freq /= divisors
+        like = torch.empty(0, dtype=self._dtype)
+        cos, sin = rotary(like, torch.arange(self._capacity)[None])
+        return cos[0].to(self._device), sin[0].to(self._device)
+
+    def _describe(self, source: Source) -> ModelInfo:
+        kernel = self._kernels.describe(self._dtype, self._device)
+        identity = blake2b(source.fingerprint, digest_size=16)
+        identity.update(kernel.encode())
+        return ModelInfo(
+            (self._first, self._last),
+            source.layers_total,
+            identity.digest(),
+            self._slots,
+            self._capacity,
+            source.vocabulary,
+            kernel,
+            2 * self._groups * self._size * self._dtype.itemsize * (self._last - self._first),
+        )
+
+    # ---- one forward -----------------------------------------------------------------------------
+
+    def _plan(self, segments: Sequence[Segment], rows: int) -> tuple[Plan, list[int]]:
+        parts: list[Part] = []
+        positions: list[int] = []
+        for segment in segments:
+            cut = spans(segment.start, segment.end, self._heads // self._groups, self._kernels)
+            parts.append(Part(segment.slot, segment.start, segment.end, len(positions), cut))
+            positions.extend(range(segment.start, segment.end))
+        positions.extend([0] * (rows - len(positions)))
+        return Plan(parts, self._caches), positions
+
+    def _embed(self, segments: Sequence[Segment], rows: int) -> torch.Tensor:
+        ids = [token for segment in segments for token in segment.tokens]
+        ids.extend([0] * (rows - len(ids)))
+        return F.embedding(torch.tensor(ids, device=self._device), self._embedding)[None]
+
+    def _received(self, payload: Tensor, count: int, rows: int) -> torch.Tensor:
+        """The payload as [1, rows, hidden]: one copy, which also makes the padding rows."""
+        hidden = int(self._config.hidden_size)
+        assert DTYPES.get(payload.dtype) == self._dtype, (payload.dtype, self._dtype)
+        assert payload.shape == (count, hidden), (payload.shape, count, hidden)
+        tensor = torch.zeros(1, rows, hidden, dtype=self._dtype)
+        _bytes(tensor)[: len(payload.data)] = payload.data
+        return tensor.to(self._device)
+
+    def _results(self, segments: Sequence[Segment], hidden: torch.Tensor) -> tuple[Result, ...]:
+        wanted: list[tuple[int, Sampling, int]] = []  # row, sampling, position of the token
+        at = 0
+        for segment in segments:
+            count = len(segment.tokens)
+            for offset in range(count - segment.want, count):
+                wanted.append((at + offset, segment.sampling, segment.start + offset + 1))
+            at += count
+        choices: list[Choice] = []
+        for first in range(0, len(wanted), LOGIT_ROWS):
+            some = wanted[first : first + LOGIT_ROWS]
+            logits = self._logits(hidden, [row for row, _, _ in some])
+            choices += [
+                pick(row, sampling, position)
+                for row, (_, sampling, position) in zip(logits, some, strict=True)
+            ]
+        results = []
+        at = 0
+        for segment in segments:
+            mine = choices[at : at + segment.want]
+            at += segment.want
+            results.append(_result(segment, mine))
+        return tuple(results)
+
+    def _logits(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
+        """float32 [len(rows), vocabulary] of some rows of [rows, hidden]."""
+        count = len(rows)
+        if self._kernels.exact:
+            rows = rows + [rows[0]] * (padded(count, ROWS) - count)
+        chosen = hidden[torch.tensor(rows, device=self._device)][None]
+        logits: torch.Tensor = self._head(self._norm(chosen))
+        return logits[0, :count].float()
+
+
+def _result(segment: Segment, choices: Sequence[Choice]) -> Result:
+    tokens = tuple(choice.token for choice in choices)
+    start = segment.end - segment.want
+    if segment.sampling.logprobs is None:
+        return Result(segment.turn, segment.slot, start, tokens)
+    logprobs = tuple(choice.logprob for choice in choices if choice.logprob is not None)
+    top = tuple(choice.top for choice in choices) if segment.sampling.logprobs else ()
+    return Result(segment.turn, segment.slot, start, tokens, logprobs, top)
+
+
+def _to_wire(rows: torch.Tensor) -> Tensor:
+    """[tokens, hidden] as a frame's tensor, without a copy on CPU; the buffer keeps it alive."""
+    rows = rows.cpu().contiguous()
+    name = str(rows.dtype).removeprefix("torch.")
+    return Tensor(name, tuple(rows.shape), _bytes(rows))
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    """A contiguous CPU tensor's memory as one row of bytes (numpy has no bfloat16)."""
+    raw: Any = tensor.view(torch.uint8).numpy().reshape(-1)
+    return memoryview(raw)
+
+
+def _head_dim(config: Any) -> int:
+    size = getattr(config, "head_dim", None)
+    return int(size or config.hidden_size // config.num_attention_heads)

@@ -1,0 +1,286 @@
+"""A whole ring in memory: the real scheduler and stage cores over ToyModels, one event at a time.
+
+Links are FIFO queues; which link (or which finished forward) comes next is the caller's choice, so
+that a test can play any interleaving that a network could.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from coord.actions import Action, Admitted, Failed, Finished, Send, Tokens
+from coord.draft import Drafter, LookupDrafter
+from coord.scheduler import Scheduler
+from pipeline.model import ToyModel
+from pipeline.stage import CopyRows, DropRows, Forward, Stage
+from pipeline.stage import Send as StageSend
+from transport.chain import root_hash
+from transport.codec import decode, encode
+from transport.config import Limits
+from transport.config import Ring as RingSpec
+from transport.config import Stage as StageSpec
+from transport.frame import (
+    Cancel,
+    Envelope,
+    Forwarded,
+    Frame,
+    Heartbeat,
+    Kind,
+    Reject,
+    Run,
+    Sampling,
+    Segment,
+    StageState,
+    Submit,
+    Tensor,
+    Tick,
+)
+
+VOCABULARY = 64
+LAYERS = 6
+
+
+def limits(**changes: float | None) -> Limits:
+    values: dict[str, float | None] = {
+        "max_model_len": 256,
+        "chunk_tokens": 16,
+        "slots": 3,
+        **changes,
+    }
+    return Limits(**values)  # type: ignore[arg-type]
+
+
+def toy(layers: tuple[int, int], slots: int = 3, capacity: int = 256) -> ToyModel:
+    return ToyModel(layers, LAYERS, slots=slots, capacity=capacity, vocabulary=VOCABULARY)
+
+
+def serial(prompt: Sequence[int], count: int, stops: Sequence[int] = ()) -> tuple[int, ...]:
+    """The truth: one model, one slot, one token at a time."""
+    model = toy((0, LAYERS), slots=1)
+    tokens = list(prompt)
+    out: list[int] = []
+    at = 0
+    while len(out) < count:
+        segment = Segment(
+            1, 0, at, tuple(tokens[at : at + 1]), Kind.VERIFY, b"\0" * 16, 1, Sampling()
+        )
+        picked = model.forward([segment], None).results[0].tokens[0]
+        at += 1
+        if at == len(tokens):
+            out.append(picked)
+            tokens.append(picked)
+            if picked in stops:
+                break
+    return tuple(out)
+
+
+@dataclass
+class Reply:
+    """What a client saw."""
+
+    admitted: list[Admitted] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    finished: str | None = None
+    failed: Failed | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.finished is not None or self.failed is not None
+
+
+class MemoryRing:
+    """One ring of `stages` stages. `pump` runs until nothing is left to do."""
+
+    def __init__(
+        self,
+        stages: int = 3,
+        *,
+        bounds: Limits | None = None,
+        slots: int = 3,
+        tamper: Callable[[Frame], Frame] | None = None,
+        drafter: Callable[[], Drafter] | None = LookupDrafter,
+    ) -> None:
+        self.limits = bounds or limits(slots=slots)
+        cuts = [LAYERS * i // stages for i in range(stages + 1)]
+        names = [f"s{i}" for i in range(stages)]
+        spec = RingSpec(
+            name="r",
+            verdicts="tcp://c:1",
+            stages=tuple(
+                StageSpec(name=name, address=f"tcp://{name}:1", layers=(cuts[i], cuts[i + 1]))
+                for i, name in enumerate(names)
+            ),
+        )
+        self.names = names
+        self.layers = [(cuts[i], cuts[i + 1]) for i in range(stages)]
+        self.slots = slots
+        self.scheduler = Scheduler((spec,), self.limits, drafter=drafter)
+        self.links: list[deque[Frame]] = [deque() for _ in range(stages + 1)]
+        self.forwards: list[Forward | None] = [None] * stages
+        self.incarnations = list(range(1, stages + 1))
+        self.models = [self._model(i) for i in range(stages)]
+        self.stages = [self._stage(i) for i in range(stages)]
+        self.replies: dict[int, Reply] = {}
+        self.sent: list[Frame] = []
+        self.rejects: list[Reject] = []
+        self.tamper = tamper or (lambda frame: frame)
+        self.now = 0.0
+        self._turn = 0
+
+    def _model(self, index: int) -> ToyModel:
+        return toy(self.layers[index], slots=self.slots, capacity=self.limits.max_model_len)
+
+    def _stage(self, index: int) -> Stage:
+        info, park = self.models[index].info, self.limits.park_bytes
+        return Stage("r", self.names[index], self.incarnations[index], info, park)
+
+    # ---- clients ------------------------------------------------------------
+
+    def form(self) -> MemoryRing:
+        for name, incarnation in zip(self.names, self.incarnations, strict=True):
+            self.beat(name, incarnation)
+        self.pump()
+        return self
+
+    def beat(self, name: str, incarnation: int) -> None:
+        self.tell(Heartbeat("r", name, incarnation, StageState.READY, 1.0, "", 1, 1))
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        budget: int,
+        stops: Sequence[int] = (),
+        *,
+        reuse: bool = True,
+        salt: bytes = b"",
+    ) -> int:
+        self._turn += 1
+        self.replies[self._turn] = Reply()
+        self.tell(Submit(self._turn, tuple(prompt), budget, tuple(stops), Sampling(), salt, reuse))
+        return self._turn
+
+    def ask(self, prompt: Sequence[int], budget: int, **options: object) -> Reply:
+        turn = self.submit(prompt, budget, **options)  # type: ignore[arg-type]
+        self.pump()
+        return self.replies[turn]
+
+    def cancel(self, turn: int) -> None:
+        self.tell(Cancel(turn))
+
+    def root(self, salt: bytes = b"") -> bytes:
+        return root_hash(self.models[0].info.fingerprint, salt)
+
+    # ---- events ------------------------------------------------------------
+
+    def tell(self, frame: Frame) -> None:
+        """The coordinator's core takes a frame."""
+        if isinstance(frame, Reject):
+            self.rejects.append(frame)
+        for action in self.scheduler.handle(frame, self.now):
+            self._perform(action)
+        self.scheduler.check()
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case Send():
+                frame = self.tamper(action.frame)
+                self.sent.append(frame)
+                self.links[0].append(frame)
+            case Admitted():
+                self.replies[action.turn].admitted.append(action)
+            case Tokens():
+                assert not self.replies[action.turn].over
+                self.replies[action.turn].tokens.extend(action.tokens)
+            case Finished():
+                assert not self.replies[action.turn].over
+                self.replies[action.turn].finished = action.reason
+            case Failed():
+                assert not self.replies[action.turn].over
+                self.replies[action.turn].failed = action
+
+    def choices(self) -> list[int]:
+        """Events that can happen now: 2k = link k delivers, 2k + 1 = stage k's forward is done."""
+        found = [2 * k for k, link in enumerate(self.links) if link]
+        return found + [2 * k + 1 for k, forward in enumerate(self.forwards) if forward]
+
+    def happen(self, choice: int) -> None:
+        self.now += 1e-4
+        index = choice // 2
+        if choice % 2:
+            forward = self.forwards[index]
+            assert forward is not None
+            self.forwards[index] = None
+            self._stage_takes(index, self._compute(index, forward))
+            return
+        frame, _ = decode(encode(self.links[index].popleft(), Envelope("x", 1, 0)))
+        if index == len(self.stages):
+            self.tell(frame)
+        else:
+            self._stage_takes(index, frame)
+
+    def _compute(self, index: int, forward: Forward) -> Forwarded:
+        run, payload = forward.run, forward.run.payload
+        if payload is not None and forward.rows is not None:
+            data = bytes(payload.data)
+            kept = b"".join(data[a * 8 : b * 8] for a, b in forward.rows)
+            payload = Tensor(payload.dtype, (len(kept) // 8, 8), kept)
+        output = self.models[index].forward(run.segments, payload)
+        return Forwarded(run.epoch, run.seq, output.payload, output.results)
+
+    def _stage_takes(self, index: int, frame: Frame) -> None:
+        stage = self.stages[index]
+        for action in stage.handle(frame, self.now):
+            match action:
+                case StageSend():
+                    self.links[index + 1].append(action.frame)
+                case Forward():
+                    assert self.forwards[index] is None
+                    self.forwards[index] = action
+                case CopyRows():
+                    self.models[index].copy(action.source, action.target, action.length)
+                case DropRows():
+                    self.models[index].drop(action.parked)
+        stage.check()
+
+    def pump(self, choose: Callable[[list[int]], int] | None = None, most: int = 100_000) -> None:
+        """Let everything that can happen happen; in order of the ring unless told otherwise."""
+        for _ in range(most):
+            options = self.choices()
+            if not options:
+                return
+            self.happen(choose(options) if choose else options[0])
+        raise AssertionError("the ring does not come to rest")
+
+    # ---- faults ------------------------------------------------------------
+
+    def restart(self, index: int) -> None:
+        """Stage `index` dies with all it held and is started again."""
+        self.links[index].clear()
+        self.forwards[index] = None
+        self.incarnations[index] += 100
+        self.models[index] = self._model(index)
+        self.stages[index] = self._stage(index)
+        self.beat(self.names[index], self.incarnations[index])
+
+    def wait(self, seconds: float) -> None:
+        """Time passes; all stages are alive."""
+        self.now += seconds
+        for name, incarnation in zip(self.names, self.incarnations, strict=True):
+            self.beat(name, incarnation)
+        self.tell(Tick())
+
+    # ---- what went over the first link ----
+
+    def segments(self, turn: int) -> list[Segment]:
+        return [
+            segment
+            for frame in self.sent
+            if isinstance(frame, Run)
+            for segment in frame.segments
+            if segment.turn == turn
+        ]
+
+    def prefilled(self, turn: int) -> int:
+        return sum(len(s.tokens) for s in self.segments(turn) if s.kind is Kind.PREFILL)

@@ -1,0 +1,294 @@
+"""Owns the command line `kvring`: names, options and help; each command lives in its own module.
+
+A command's module is imported only when the command runs, so that --help costs no torch. Expected
+failures end as one line on stderr: exit code 2 for a wrong option, name or configuration, 1 for
+what could not be done.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tools import bench
+from tools.errors import USAGE, ToolError
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
+
+app = typer.Typer(
+    name="kvring",
+    help="Serve a language model across a ring of machines; never prefill a conversation twice.",
+    rich_markup_mode=None,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(bench.app, name="bench")
+
+
+class Dtype(StrEnum):
+    """Precision of weights and KV rows."""
+
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
+
+
+class DrafterKind(StrEnum):
+    """How next tokens are guessed ahead."""
+
+    OFF = "off"
+    LOOKUP = "lookup"
+
+
+class Payloads(StrEnum):
+    """How much of the activations a frame log keeps."""
+
+    NONE = "none"
+    DIGEST = "digest"
+    FULL = "full"
+
+
+Http = Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the HTTP API listens.")]
+ApiKey = Annotated[str | None, typer.Option(metavar="KEY", help="Bearer token of the HTTP API.")]
+ApiKeyFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="API keys, one a line; # begins a comment.")
+]
+WithParent = Annotated[
+    bool, typer.Option("--with-parent", hidden=True, help="End when standard input ends.")
+]
+Record = Annotated[Path | None, typer.Option(metavar="DIR", help="Write frame logs there.")]
+RecordPayloads = Annotated[Payloads, typer.Option(help="What the logs keep of activations.")]
+RingFile = Annotated[Path, typer.Option(metavar="FILE", help="ring.toml of this ring.")]
+Url = Annotated[str, typer.Option(metavar="URL", help="The kvring server.")]
+
+
+def main() -> None:
+    """The console script: run the command, print an expected failure, exit with its code."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command line; returns the exit code."""
+    try:
+        code = app(args=arguments, prog_name="kvring", standalone_mode=False)
+        sys.stdout.flush()
+    except ToolError as error:
+        return _fail(error.message, error.code)
+    except typer.TyperException as error:
+        return _fail(f"{error.format_message()} (see: kvring --help)", error.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of our output went away (`kvring status | head -1`)
+        sys.stdout = None
+        return 1
+    return code if isinstance(code, int) else 0
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"kvring: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+def _version(wanted: bool) -> None:
+    if not wanted:
+        return
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        number = version("kvring")
+    except PackageNotFoundError:
+        number = "(source tree, not installed)"
+    print(f"kvring {number}")
+    raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    _show: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+def _command(name: str) -> Any:
+    """The function `module.function`, imported only now."""
+    module, function = name.rsplit(".", 1)
+    return getattr(importlib.import_module(f"tools.{module}"), function)
+
+
+@app.command()
+def up(
+    *,
+    model: Annotated[
+        str, typer.Option(metavar="NAME|DIR|FILE.gguf", help='Model to serve; "toy" needs no file.')
+    ] = "smollm2-135m",
+    stages: Annotated[int, typer.Option(min=1, max=256, help="Stage processes.")] = 3,
+    slots: Annotated[int, typer.Option(min=1, help="Conversations kept resident.")] = 4,
+    max_model_len: Annotated[
+        int | None, typer.Option(min=1, help="Tokens per slot [default: what the model allows].")
+    ] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Precision of weights and KV.")] = Dtype.BFLOAT16,
+    drafter: Annotated[
+        DrafterKind, typer.Option(help="How next tokens are guessed ahead.")
+    ] = DrafterKind.LOOKUP,
+    http: Http = "127.0.0.1:8000",
+    served_model_name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Model name in the API [default: --model].")
+    ] = None,
+    api_key: ApiKey = None,
+    record: Record = None,
+    record_payloads: RecordPayloads = Payloads.NONE,
+) -> int:
+    """Run a whole ring on this machine, with its HTTP API. Ctrl-C ends all of it."""
+    _check_address(http)
+    return _code(
+        _command("up.run_up")(
+            model=model,
+            stages=stages,
+            slots=slots,
+            max_model_len=max_model_len,
+            dtype=dtype.value,
+            drafter=drafter.value,
+            http=http,
+            served_model_name=served_model_name,
+            api_key=api_key,
+            record=record,
+            record_payloads=record_payloads.value,
+        )
+    )
+
+
+@app.command()
+def stage(
+    *,
+    ring: RingFile,
+    name: Annotated[str, typer.Option(metavar="NAME", help="Which [[stage]] of the file to run.")],
+    device: Annotated[
+        str | None, typer.Option(metavar="DEVICE", help="cpu, cuda:0, … [default: ring.toml's].")
+    ] = None,
+    record: Record = None,
+    record_payloads: RecordPayloads = Payloads.NONE,
+    with_parent: WithParent = False,
+) -> int:
+    """Run one stage of a ring on this machine."""
+    _check_file(ring)
+    return _code(
+        _command("serve.run_stage")(
+            ring=ring,
+            name=name,
+            device=device,
+            record=record,
+            record_payloads=record_payloads.value,
+            with_parent=with_parent,
+        )
+    )
+
+
+@app.command()
+def coord(
+    *,
+    ring: RingFile,
+    http: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="HTTP address [default: ring.toml's].")
+    ] = None,
+    api_key: ApiKey = None,
+    api_key_file: ApiKeyFile = None,
+    record: Record = None,
+    record_payloads: RecordPayloads = Payloads.NONE,
+    with_parent: WithParent = False,
+) -> int:
+    """Run the coordinator of a ring, with the HTTP API."""
+    _check_file(ring)
+    if http is not None:
+        _check_address(http)
+    return _code(
+        _command("serve.run_coord")(
+            ring=ring,
+            http=http,
+            api_key=api_key,
+            api_key_file=api_key_file,
+            record=record,
+            record_payloads=record_payloads.value,
+            with_parent=with_parent,
+        )
+    )
+
+
+@app.command()
+def chat(
+    *,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="[default: the server's first model]")
+    ] = None,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.")] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0 is greedy.")] = 0.0,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longest reply [default: the server's].")
+    ] = None,
+) -> int:
+    """Talk to the model in the terminal. Shows what each turn had to prefill."""
+    return _code(
+        _command("chat.run_chat")(
+            url=url,
+            api_key=api_key,
+            model=model,
+            system=system,
+            temperature=temperature,
+            max_tokens=max_tokens,
+        )
+    )
+
+
+@app.command()
+def status(
+    *,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    json: Annotated[bool, typer.Option("--json", help="The server's JSON as it is.")] = False,
+) -> int:
+    """Show rings, stages and slots. Exit code 0: ready, 3: not ready, 1: unreachable."""
+    return _code(_command("status.run_status")(url=url, api_key=api_key, as_json=json))
+
+
+@app.command()
+def pull(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="smollm2-135m, or a hub id org/name.")
+    ],
+    models: Annotated[
+        Path, typer.Option("--dir", metavar="DIR", help="Where models are kept.")
+    ] = Path("models"),
+) -> int:
+    """Fetch a model; prints where it lies."""
+    print(_command("pull.pull")(name, models))
+    return 0
+
+
+def _code(result: object) -> int:
+    """A command may return its exit code, or nothing for success."""
+    return result if isinstance(result, int) else 0
+
+
+def _check_file(path: Path) -> None:
+    if not path.is_file():
+        raise ToolError(f"--ring {path}: no such file", code=USAGE)
+
+
+def _check_address(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ToolError(f"--http {address}: must be HOST:PORT, port 0 to 65535", code=USAGE)
+
+
+if __name__ == "__main__":
+    main()

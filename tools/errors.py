@@ -1,0 +1,15 @@
+"""Owns the one exception that a command ends with: a message for a person and an exit code."""
+
+from __future__ import annotations
+
+RUNTIME = 1  # it could not be done
+USAGE = 2  # it was asked for wrongly: an option, a name, a configuration file
+
+
+class ToolError(Exception):
+    """An expected failure of a command: printed as one line on stderr, never as a traceback."""
+
+    def __init__(self, message: str, *, code: int = RUNTIME) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code

@@ -1,0 +1,241 @@
+"""Owns the two daemons' processes: configuration in, signals, exit codes. `kvring stage|coord`.
+
+`kvring up` starts these same programs; nothing here knows whether a person or `up` did.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import structlog
+import uvicorn
+
+from tools import logs
+from tools.errors import USAGE, ToolError
+from transport.config import Config, ConfigError, Ring, Stage, load
+from transport.framelog import LogHeader, Payloads
+from transport.link import LinkError
+from transport.recorder import Recorder
+
+
+def run_stage(
+    *,
+    ring: Path,
+    name: str,
+    device: str | None,
+    record: Path | None,
+    record_payloads: str,
+    with_parent: bool = False,
+) -> int:
+    """Run one stage until SIGINT or SIGTERM; 0 when it ended by one of them."""
+    config = _load(ring)
+    try:
+        which, spec = config.find(name)
+    except KeyError as error:
+        raise ToolError(str(error.args[0]), code=USAGE) from None
+    logs.configure()
+    # OpenMP reads it when torch is imported; more threads than cores spin and cost 3-6x
+    os.environ["OMP_NUM_THREADS"] = str(spec.threads)
+    incarnation = secrets.randbits(63)
+    with _recorder("stage", name, incarnation, record, record_payloads) as recorder:
+        return asyncio.run(_stage(config, which, spec, device, incarnation, recorder, with_parent))
+
+
+async def _stage(
+    config: Config,
+    ring: Ring,
+    spec: Stage,
+    device: str | None,
+    incarnation: int,
+    recorder: Recorder | None,
+    with_parent: bool,
+) -> int:
+    from pipeline.daemon import Worker, run_stage
+    from pipeline.load import load_model
+    from pipeline.model import ModelError
+
+    stop = _stop_event(with_parent)
+    worker = Worker(
+        ring,
+        spec,
+        config.limits,
+        lambda progress: load_model(config, ring, spec, device or spec.device, progress),
+        incarnation,
+        recorder,
+    )
+    try:
+        await run_stage(worker, incarnation, stop)
+    except (LinkError, ModelError) as error:
+        raise ToolError(f"stage {spec.name}: {error}") from None
+    structlog.get_logger().info("stopped", stage=spec.name)
+    return 0
+
+
+def run_coord(
+    *,
+    ring: Path,
+    http: str | None,
+    api_key: str | None,
+    api_key_file: Path | None = None,
+    record: Path | None,
+    record_payloads: str,
+    with_parent: bool = False,
+) -> int:
+    """Run the coordinator until SIGINT or SIGTERM; 0 when it ended by one of them."""
+    config = _load(ring)
+    logs.configure()
+    incarnation = secrets.randbits(63)
+    keys = _api_keys(api_key, api_key_file)
+    listener = listen(http or config.coordinator.http)
+    with listener, _recorder("coordinator", "coord", incarnation, record, record_payloads) as log:
+        return asyncio.run(_coord(config, listener, keys, incarnation, log, with_parent))
+
+
+async def _coord(
+    config: Config,
+    listener: socket.socket,
+    api_keys: tuple[str, ...],
+    incarnation: int,
+    recorder: Recorder | None,
+    with_parent: bool,
+) -> int:
+    from coord.coordinator import Coordinator
+    from coord.gateway import Settings, build_app
+    from coord.tokenizer import load_tokenizer
+
+    stop = _stop_event(with_parent)
+    try:
+        tokenizer = await asyncio.to_thread(load_tokenizer, config.model.path)
+    except (ValueError, OSError) as error:
+        raise ToolError(f"tokenizer of {config.model.path}: {error}") from None
+    coordinator = Coordinator(config, incarnation, tokenizer.vocabulary, recorder)
+    try:
+        await coordinator.open()
+    except LinkError as error:
+        raise ToolError(f"coordinator: {error}") from None
+    app = build_app(coordinator, tokenizer, Settings(api_keys=api_keys))
+    server = _Server(
+        uvicorn.Config(
+            app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=3
+        )
+    )
+    host, port = listener.getsockname()[:2]
+    structlog.get_logger().info("listening", http=f"http://{host}:{port}")
+
+    async def watch() -> None:
+        waits = [asyncio.ensure_future(stop.wait()), asyncio.ensure_future(coordinator.wait())]
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for future in done:
+                future.result()
+        finally:
+            for future in waits:
+                future.cancel()
+            await coordinator.close()  # open streams end with an error event
+            server.should_exit = True
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(watch())
+        group.create_task(server.serve(sockets=[listener]))
+    structlog.get_logger().info("stopped", stage="coordinator")
+    return 0
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: the process has its own."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _api_keys(key: str | None, file: Path | None) -> tuple[str, ...]:
+    keys = [] if key is None else [key]
+    if file is not None:
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ToolError(f"--api-key-file {file}: {error}", code=USAGE) from None
+        found = [line.strip() for line in lines]
+        found = [line for line in found if line and not line.startswith("#")]
+        if not found:
+            raise ToolError(f"--api-key-file {file}: no key in it", code=USAGE)
+        keys += found
+    return tuple(keys)
+
+
+def listen(address: str) -> socket.socket:
+    """A listening TCP socket. ToolError names the address when it can't be had."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, int(port)))
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        reason = error.strerror or str(error)
+        advice = "stop what listens there, or choose another --http HOST:PORT"
+        raise ToolError(f"HTTP address {address}: {reason}; {advice}") from None
+    return listener
+
+
+def _load(path: Path) -> Config:
+    try:
+        return load(path)
+    except (ConfigError, OSError) as error:
+        raise ToolError(str(error), code=USAGE) from None
+
+
+def _stop_event(with_parent: bool) -> asyncio.Event:
+    """Set by SIGINT and SIGTERM, and (with_parent) when standard input ends: the parent is gone."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    if with_parent:
+
+        def wait() -> None:
+            sys.stdin.buffer.read()
+            loop.call_soon_threadsafe(stop.set)
+
+        threading.Thread(target=wait, name="parent", daemon=True).start()
+    return stop
+
+
+@contextlib.contextmanager
+def _recorder(
+    role: str, name: str, incarnation: int, directory: Path | None, payloads: str
+) -> Iterator[Recorder | None]:
+    if directory is None:
+        yield None
+        return
+    header = LogHeader(role, name, incarnation, _version(), time.time_ns(), 0)
+    try:
+        recorder = Recorder(directory, header, Payloads[payloads.upper()])
+    except OSError as error:
+        raise ToolError(f"--record {directory}: {error.strerror or error}") from None
+    try:
+        yield recorder
+    finally:
+        recorder.close()
+
+
+def _version() -> str:
+    try:
+        return version("kvring")
+    except PackageNotFoundError:
+        return "source"

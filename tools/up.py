@@ -1,0 +1,243 @@
+"""Owns `kvring up`: a launcher of the same programs that people start by hand, on one machine.
+
+Writes a ring.toml, starts one coordinator and N stages as processes, shows their progress, and ends
+all of them together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from tools.client import Client
+from tools.errors import USAGE, ToolError
+from tools.pull import resolve_model
+from tools.terminal import ProgressLine
+from transport.config import TOY, Config, Coordinator, Limits, Model, Ring, Stage, dumps
+
+STOP_S = 10.0  # for a process to end after SIGTERM; then it is killed
+POLL_S = 0.1
+DEFAULT_CONTEXT = 8192  # tokens per slot where neither the model nor the user says less
+CONTEXT_STEP = 512  # exact mode's KV views end on it; a capacity that is no multiple is padded
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the command line says, unchecked beyond its types."""
+
+    model: str
+    stages: int
+    slots: int
+    max_model_len: int | None
+    dtype: str
+    drafter: str
+    http: str
+    served_model_name: str | None
+    api_key: str | None
+    record: Path | None
+    record_payloads: str
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """One process of the ring and where its output goes."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def last_words(self) -> str:
+        """The last line that the process printed."""
+        lines = self.log.read_text(errors="replace").strip().splitlines()
+        return lines[-1].removeprefix("kvring: ") if lines else "no output"
+
+
+class _InterruptedError(Exception):
+    """SIGINT or SIGTERM came."""
+
+
+def run_up(**options: object) -> int:
+    """Run a whole ring until Ctrl-C; 0 when that ended it. Raises ToolError."""
+    wanted = Options(**options)  # type: ignore[arg-type]
+    folder = Path(tempfile.mkdtemp(prefix="kvring-"))
+    children: list[Child] = []
+    previous = {
+        number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    failed = True
+    try:
+        config = _plan(wanted, folder)
+        file = folder / "ring.toml"
+        file.write_text(dumps(config))
+        _start(wanted, config, file, children)
+        _wait_ready(config, children)
+        _greet(wanted, config)
+        _watch(children)
+    except _InterruptedError:
+        failed = False
+        return 0
+    finally:
+        for number in previous:  # a second Ctrl-C must not cut the ending short
+            signal.signal(number, signal.SIG_IGN)
+        _stop(children)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        if failed and children:
+            print(f"the processes' output is kept in {folder}", file=sys.stderr)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+    return 1
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise _InterruptedError
+
+
+def _plan(wanted: Options, folder: Path) -> Config:
+    """One ring on this machine: layers split evenly, links in the run's folder."""
+    path, total, longest = _model(wanted.model)
+    if wanted.stages > total:
+        raise ToolError(f"--stages {wanted.stages}: the model has only {total} layers", code=USAGE)
+    length = wanted.max_model_len or min(longest, DEFAULT_CONTEXT)
+    if length > longest:
+        raise ToolError(
+            f"--max-model-len {length}: the model's context ends at {longest}", code=USAGE
+        )
+    threads = max(1, (os.cpu_count() or 1) // wanted.stages)
+    cuts = [total * index // wanted.stages for index in range(wanted.stages + 1)]
+    stages = tuple(
+        Stage(f"s{i}", f"ipc://{folder}/s{i}.sock", (cuts[i], cuts[i + 1]), threads=threads)
+        for i in range(wanted.stages)
+    )
+    name = wanted.served_model_name or (wanted.model if path == TOY else _name(wanted.model))
+    return Config(
+        Model(path, name, wanted.dtype),
+        (Ring("ring0", f"ipc://{folder}/verdicts.sock", stages),),
+        Coordinator(wanted.http, wanted.drafter),
+        Limits(slots=wanted.slots, max_model_len=length),
+    )
+
+
+def _model(name: str) -> tuple[str, int, int]:
+    """Path, number of layers and longest context of a model."""
+    from pipeline.load import describe_model
+    from pipeline.model import ModelError
+
+    path = TOY if name == TOY else str(resolve_model(name, Path("models")).resolve())
+    try:
+        layers, context = describe_model(path)
+    except ModelError as error:
+        raise ToolError(str(error), code=USAGE) from None
+    return path, layers, context
+
+
+def _name(model: str) -> str:
+    return Path(model).stem if model.endswith(".gguf") else Path(model).name
+
+
+def _start(wanted: Options, config: Config, file: Path, children: list[Child]) -> None:
+    extra: list[str] = []
+    if wanted.record is not None:
+        extra = ["--record", str(wanted.record), "--record-payloads", wanted.record_payloads]
+    commands = {"coordinator": ["coord", "--ring", str(file)]}
+    if wanted.api_key is not None:
+        keys = file.parent / "api-keys"  # not on a command line: ps shows those
+        keys.touch(mode=0o600)
+        keys.write_text(f"{wanted.api_key}\n")
+        commands["coordinator"] += ["--api-key-file", str(keys)]
+    for stage in config.rings[0].stages:
+        commands[stage.name] = ["stage", "--ring", str(file), "--name", stage.name]
+    for name, arguments in commands.items():
+        log = file.parent / f"{name}.log"
+        with log.open("wb") as sink:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tools.cli", *arguments, "--with-parent", *extra],
+                stdin=subprocess.PIPE,  # its end tells the child that this process is gone
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # the terminal's Ctrl-C is for this process alone
+            )
+        children.append(Child(name, process, log))
+
+
+def _fail_if_one_ended(children: list[Child]) -> None:
+    for child in children:
+        code = child.process.poll()
+        if code is not None:
+            raise ToolError(f"{child.name} ended with exit code {code}: {child.last_words()}")
+
+
+def _wait_ready(config: Config, children: list[Child]) -> None:
+    """Show each stage's progress until a token has been round the ring."""
+    line = ProgressLine(sys.stderr)
+    started = time.monotonic()
+    try:
+        with Client(f"http://{config.coordinator.http}") as client:
+            while True:
+                _fail_if_one_ended(children)
+                try:
+                    state = client.ready()
+                except ToolError:
+                    text = "starting the coordinator"
+                else:
+                    if state.ready:
+                        return
+                    text = state.detail
+                clock = f"[{time.monotonic() - started:4.1f} s] " if sys.stderr.isatty() else ""
+                line.show(clock + text)
+                time.sleep(POLL_S)
+    finally:
+        line.close()
+
+
+def _greet(wanted: Options, config: Config) -> None:
+    url = f"http://{config.coordinator.http}"
+    ring = config.rings[0]
+    layers = ", ".join(f"{s.name} [{s.layers[0]}, {s.layers[1]})" for s in ring.stages)
+    body = {
+        "model": config.model.name,
+        "messages": [{"role": "user", "content": "Say hello."}],
+        "max_tokens": 32,
+    }
+    key = " -H 'Authorization: Bearer KEY'" if wanted.api_key else ""
+    print(f"{config.model.name} ({config.model.dtype}) is ready at {url}")
+    print(
+        f"  stages: {layers}; {config.limits.slots} slots of {config.limits.max_model_len} tokens"
+    )
+    print(
+        f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' "
+        f"-d '{json.dumps(body)}'"
+    )
+    print("  kvring chat, kvring status; Ctrl-C ends it", flush=True)
+
+
+def _watch(children: list[Child]) -> None:
+    while True:
+        _fail_if_one_ended(children)
+        time.sleep(0.5)
+
+
+def _stop(children: list[Child]) -> None:
+    """End every child: ask all, wait, kill what is left. No process outlives this."""
+    for child in children:
+        if child.process.poll() is None:
+            child.process.terminate()
+    deadline = time.monotonic() + STOP_S
+    for child in children:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.process.wait(max(0.1, deadline - time.monotonic()))
+        if child.process.poll() is None:
+            child.process.kill()
+            child.process.wait()
+        if child.process.stdin is not None:
+            child.process.stdin.close()
