@@ -254,8 +254,9 @@ def _greet(wanted: Options, config: Config) -> None:
     }
     key = " -H 'Authorization: Bearer KEY'" if wanted.api_key else ""
     print(f"{config.model.name} ({config.model.dtype}) is ready at {url}")
-    limits = config.limits
-    print(f"  stages: {layers}; {limits.slots} slots of {limits.max_model_len} tokens")
+    print(
+        f"  stages: {layers}; {config.limits.slots} slots of {config.limits.max_model_len} tokens"
+    )
     print(
         f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' "
         f"-d '{json.dumps(body)}'"
