@@ -50,7 +50,7 @@ ENTRY = StageEntry("s0", 9, (0, 10), 30, b"fingerprint", 4, 512, 256, "packed")
 SAMPLES: list[Frame] = [
     RUN,
     VERDICT,
-    RollCall("ring0", 4, (ENTRY,)),
+    RollCall("ring0", 4, (7,), (ENTRY,)),
     Reject("ring0", 3, 17, "s1", Refusal.GAP, "why", 5, 1),
     Heartbeat("ring0", "s0", 9, StageState.LOADING, 0.5, "layer 3", 4242, 1 << 30),
     Submit(5, (1, 2, 3), 10, (0,), GREEDY, b"salt", True),

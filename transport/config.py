@@ -64,10 +64,10 @@ class Limits:
 
     max_model_len: tokens of prompt and reply. chunk_tokens: prefill tokens of one frame;
     shared_chunk_tokens: the same while another turn decodes. window_frames: Runs in flight per
-    ring, None for as many as keep the stages busy. frame_timeout_s: a frame without a verdict for this long counts as lost.
-    idle_ttl_s: rows that nobody has used for so long are freed, 0 for never. park_bytes: host
-    memory per stage for rows of conversations that lost their slot. resume_s: a turn whose ring was
-    lost fails when no ring is ready after this long.
+    ring, None for as many as keep the stages busy. frame_timeout_s: a frame without a verdict for
+    this long counts as lost. idle_ttl_s: rows that nobody has used for so long are freed, 0 for
+    never. park_bytes: host memory per stage for rows of conversations that lost their slot.
+    resume_s: a turn whose ring was lost fails when no ring is ready after this long.
     """
 
     slots: int = 4
