@@ -154,10 +154,6 @@ class Config:
         known = ", ".join(each.name for ring in self.rings for each in ring.stages)
         raise KeyError(f"no stage {stage!r} in ring.toml; there are {known}")
 
-    def window_frames(self, ring: Ring) -> int:
-        """Frames that may be in flight on a ring."""
-        return self.limits.window_frames or len(ring.stages) + 1
-
 
 def load(path: str | os.PathLike[str]) -> Config:
     """Read a ring.toml. Raises ConfigError; OSError where the file can't be read."""
