@@ -42,7 +42,12 @@ LAYERS = 6
 
 
 def limits(**changes: float | None) -> Limits:
-    values: dict[str, float | None] = {"max_model_len": 256, "chunk_tokens": 16, "slots": 3, **changes}
+    values: dict[str, float | None] = {
+        "max_model_len": 256,
+        "chunk_tokens": 16,
+        "slots": 3,
+        **changes,
+    }
     return Limits(**values)  # type: ignore[arg-type]
 
 
@@ -128,7 +133,7 @@ class MemoryRing:
     def _stage(self, index: int) -> Stage:
         return Stage("r", self.names[index], self.incarnations[index], self.models[index].info)
 
-    # ---- clients ------------------------------------------------------------
+    # ---- clients -------------------------------------------------------------------------------
 
     def form(self) -> MemoryRing:
         for name, incarnation in zip(self.names, self.incarnations, strict=True):
@@ -164,7 +169,7 @@ class MemoryRing:
     def root(self, salt: bytes = b"") -> bytes:
         return root_hash(self.models[0].info.fingerprint, salt)
 
-    # ---- events ------------------------------------------------------------
+    # ---- events --------------------------------------------------------------------------------
 
     def tell(self, frame: Frame) -> None:
         """The coordinator's core takes a frame."""
@@ -243,7 +248,7 @@ class MemoryRing:
             self.happen(choose(options) if choose else options[0])
         raise AssertionError("the ring does not come to rest")
 
-    # ---- faults ------------------------------------------------------------
+    # ---- faults --------------------------------------------------------------------------------
 
     def restart(self, index: int) -> None:
         """Stage `index` dies with all it held and is started again."""
@@ -261,7 +266,7 @@ class MemoryRing:
             self.beat(name, incarnation)
         self.tell(Tick())
 
-    # ---- what went over the first link ------------------------------------------------------------
+    # ---- what went over the first link ---------------------------------------------------------
 
     def segments(self, turn: int) -> list[Segment]:
         return [
