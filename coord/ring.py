@@ -132,7 +132,7 @@ class Ring:
             beat, at = self.heartbeats.get(stage.name, (None, 0.0))
             if beat is None:
                 faults.append(f"stage {stage.name} ({stage.address}) has not been heard of")
-            elif now - at > self.limits.lost_after_s:
+            elif now >= at + self.limits.lost_after_s:  # the sum that deadline() gives
                 faults.append(f"stage {stage.name} was last heard of {now - at:.1f} s ago")
             elif beat.state is not StageState.READY:
                 faults.append(f"stage {stage.name} is {beat.state.value}: {beat.detail}")
@@ -333,7 +333,7 @@ class Ring:
         if missing is not None:
             return missing
         for record in self.in_flight.values():
-            if now - record.sent_at > self.limits.frame_timeout_s:
+            if now >= record.sent_at + self.limits.frame_timeout_s:  # as in deadline()
                 return f"frame {record.frame.seq} had no answer for {now - record.sent_at:.1f} s"
             break  # frames are sent, and so noted, in order of time
         return None
