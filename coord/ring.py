@@ -270,6 +270,11 @@ class Ring:
         self.in_flight[seq] = InFlight(frame, now)
         return frame
 
+    def freeing(self, slot: int) -> bool:
+        """True while a Free of the slot is on its way: another would only fill the window."""
+        frames = [record.frame for record in self.in_flight.values()]
+        return any(isinstance(frame, Free) and frame.slot == slot for frame in frames)
+
     def free(self, slot: int, now: float) -> Free:
         """Number and note the end of a slot's residency."""
         frame = Free(self.name, self.epoch, self._number(), slot)
@@ -354,5 +359,7 @@ class Ring:
     def check(self) -> None:
         """Assert the invariants."""
         self.ledger.check()
-        assert len(self.in_flight) <= self.window + len(self.ledger.slots) + 1, len(self.in_flight)
+        # one Copy and one Free per slot and one Ping go out whatever the window
+        bound = self.window + 2 * len(self.ledger.slots) + 1
+        assert len(self.in_flight) <= bound, len(self.in_flight)
         assert self.phase is not Phase.WAITING or not self.in_flight, self.in_flight

@@ -186,7 +186,9 @@ class Scheduler:
         ring = self.rings.get(request.ring)
         if ring is None or request.slot >= len(ring.ledger.slots):
             return
-        if ring.phase is RingPhase.READY and ring.ledger.slots[request.slot].turn is None:
+        if ring.phase is not RingPhase.READY or ring.freeing(request.slot):
+            return
+        if ring.ledger.slots[request.slot].turn is None:
             ring.ledger.forget(request.slot)
             actions.append(Send(ring.free(request.slot, now)))
 

@@ -342,6 +342,14 @@ def test_a_slot_is_freed_on_request() -> None:
         assert desk.tell(nowhere) == []
 
 
+def test_impatient_operators_do_not_fill_the_window() -> None:
+    desk = Desk().form()
+    for _ in range(20):
+        for slot in range(2):
+            desk.tell(FreeSlot("r", slot))
+    assert len(desk.ring.in_flight) <= 2
+
+
 # ---- time --------------------------------------------------------------------------------------
 
 
