@@ -56,9 +56,9 @@ def spec(stages: int = 2, name: str = "r") -> RingSpec:
     )
 
 
-def entry(index: int, stages: int = 2) -> StageEntry:
+def entry(index: int, stages: int = 2, slots: int = SLOTS) -> StageEntry:
     layers = (2 * index, 2 * index + 2)
-    return StageEntry(f"s{index}", 10 + index, layers, 2 * stages, PRINT, SLOTS, 32, 64, "toy")
+    return StageEntry(f"s{index}", 10 + index, layers, 2 * stages, PRINT, slots, 32, 64, "toy")
 
 
 def segment(
@@ -82,8 +82,16 @@ def verify(turn: int, slot: int, before: Sequence[int], token: int) -> Segment:
 class Desk:
     """One ring named "r" of two stages (or more), at time 100."""
 
-    def __init__(self, stages: int = 2, limits: Limits = LIMITS, vocabulary: int = 0) -> None:
+    def __init__(
+        self,
+        stages: int = 2,
+        limits: Limits = LIMITS,
+        *,
+        slots: int = SLOTS,
+        vocabulary: int = 0,
+    ) -> None:
         self.stages = stages
+        self.slots = slots
         self.core = Scheduler((spec(stages),), limits, vocabulary=vocabulary)
         self.now = 100.0
 
@@ -124,7 +132,7 @@ class Desk:
         return actions
 
     def entries(self) -> tuple[StageEntry, ...]:
-        return tuple(entry(index, self.stages) for index in range(self.stages))
+        return tuple(entry(index, self.stages, self.slots) for index in range(self.stages))
 
     def answer(self, entries: Sequence[StageEntry] | None = None) -> list[Action]:
         """The roll call of the current epoch comes round."""
