@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TypeAlias
 
 from coord.ledger import Ledger, Placement
 from transport.chain import Chain, root_hash
@@ -47,11 +48,14 @@ class Phase(StrEnum):
     READY = "ready"
 
 
+Numbered: TypeAlias = Run | Copy | Free | Ping
+
+
 @dataclass(frozen=True, slots=True)
 class InFlight:
     """A numbered frame without its answer."""
 
-    frame: Run | Copy | Free | Ping
+    frame: Numbered
     sent_at: float
 
 
@@ -290,12 +294,18 @@ class Ring:
         self.in_flight[frame.seq] = InFlight(frame, now)
         return frame
 
-    def settle(self, epoch: int, seq: int) -> InFlight | None:
-        """Take the frame that an answer belongs to; None (and counted) when it is stale."""
-        if epoch != self.epoch or seq not in self.in_flight:
+    def settle(self, epoch: int, seq: int, kind: type[Numbered]) -> InFlight | None:
+        """Take the frame that an answer belongs to; None (and counted) when there is none.
+
+        kind: what an answer of its class can answer. One that names another class's number is as
+        good as none: it must not settle a frame whose own answer is still to come.
+        """
+        record = self.in_flight.get(seq) if epoch == self.epoch else None
+        if record is None or not isinstance(record.frame, kind):
             self.stats.stale += 1
             return None
-        return self.in_flight.pop(seq)
+        del self.in_flight[seq]
+        return record
 
     def room(self) -> bool:
         """True when another frame may be sent."""

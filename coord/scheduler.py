@@ -212,19 +212,19 @@ class Scheduler:
             case Reject():
                 self._reject(ring, frame, now, actions)
             case Verdict():
-                record = ring.settle(frame.epoch, frame.seq)
+                record = ring.settle(frame.epoch, frame.seq, Run)
                 if record is not None:
                     self._verdict(ring, record, frame, now, actions)
             case Copy():
-                record = ring.settle(frame.epoch, frame.seq)
+                record = ring.settle(frame.epoch, frame.seq, Copy)
                 if record is not None:
-                    self._copied(ring, frame, now, actions)
+                    self._copied(ring, record, now, actions)
             case Ping():
-                record = ring.settle(frame.epoch, frame.seq)
+                record = ring.settle(frame.epoch, frame.seq, Ping)
                 if record is not None:
                     ring.stats.hop_s = now - record.sent_at
             case Free():
-                ring.settle(frame.epoch, frame.seq)
+                ring.settle(frame.epoch, frame.seq, Free)
 
     def _verdict(
         self, ring: Ring, record: InFlight, verdict: Verdict, now: float, actions: list[Action]
@@ -272,7 +272,9 @@ class Scheduler:
         actions.append(Tokens(turn.id, result.tokens, result.logprobs, result.top))
         return turn.commit(token)
 
-    def _copied(self, ring: Ring, copy: Copy, now: float, actions: list[Action]) -> None:
+    def _copied(self, ring: Ring, record: InFlight, now: float, actions: list[Action]) -> None:
+        assert isinstance(record.frame, Copy), record
+        copy = record.frame
         turn = self.turns[copy.turn]
         turn.in_flight -= 1
         if turn.phase is not Phase.RECOVERING:
@@ -289,7 +291,7 @@ class Scheduler:
         record = ring.in_flight.get(reject.seq) if reject.epoch == ring.epoch else None
         if record is None or isinstance(record.frame, Run):
             return  # a Run's Verdict still comes, without the refused segment
-        ring.settle(reject.epoch, reject.seq)
+        ring.settle(reject.epoch, reject.seq, type(record.frame))
         if isinstance(record.frame, Copy):
             turn = self.turns[record.frame.turn]
             turn.in_flight -= 1
