@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from coord.ledger import Miss
 from transport.frame import Wire
 
 
@@ -33,7 +34,9 @@ class Send:
 class Admitted:
     """The turn has a slot. matched: prompt tokens already resident; the rest is prefilled.
 
-    resumed: the turn was running before (its ring was lost); matched then counts its own rows.
+    resumed: the turn was running before (its ring was lost); matched then counts its own rows. A
+    second one with resumed False corrects the first: the stages refused what was matched. miss: why
+    reuse ended where it did, None when all but the last token was resident.
     """
 
     turn: int
@@ -42,6 +45,7 @@ class Admitted:
     prompt: int
     matched: int
     resumed: bool = False
+    miss: Miss | None = None
 
 
 @dataclass(frozen=True, slots=True)

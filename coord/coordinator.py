@@ -296,7 +296,9 @@ class Coordinator:
         if self._recorder is not None:
             now_ns = time.monotonic_ns()
             link = frame.ring
-            self._recorder.record(now_ns, time.time_ns(), Direction.OUT, link, frame, envelope=envelope)
+            self._recorder.record(
+                now_ns, time.time_ns(), Direction.OUT, link, frame, envelope=envelope
+            )
 
     def _note_phases(self) -> None:
         for name, ring in self.scheduler.rings.items():

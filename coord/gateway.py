@@ -20,11 +20,11 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from coord.actions import TurnError
-from coord.answer import Answer, ChatAnswer, TextAnswer
-from coord.errors import ClientGoneError, Edge, install, read_body, sse_error
-from coord.metrics import CONTENT_TYPE, Metrics
-from coord.reply import Delta, Reply, TurnStream, Wanted
-from coord.schema import (
+from coord.http.answer import Answer, ChatAnswer, TextAnswer
+from coord.http.errors import ClientGoneError, Edge, install, read_body, sse_error
+from coord.http.metrics import CONTENT_TYPE, Metrics
+from coord.http.reply import Delta, Reply, TurnStream, Wanted
+from coord.http.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -32,7 +32,7 @@ from coord.schema import (
     TokenizeRequest,
     parse,
 )
-from coord.sse import DONE, EventStream, encode_event, until_gone
+from coord.http.sse import DONE, EventStream, encode_event, until_gone
 from coord.tokenizer import Tokenizer
 from transport.frame import Sampling
 
@@ -89,7 +89,7 @@ class Settings:
 
     api_keys: tuple[str, ...] = ()
     served_models: tuple[str, ...] = ()  # names to answer to, instead of the engine's
-    body_limit_bytes: int = 8 << 20  # 1 M tokens of prompt as text take about 4 MB
+    body_limit_bytes: int = 4 << 20  # text of 1 M tokens; the worst JSON of it parses in 0.9 s
     body_timeout_s: float = 30.0
     turn_timeout_s: float = 3600.0
     keep_alive_s: float = 5.0
@@ -241,7 +241,7 @@ class _Gateway:
             stream,
             self._tokenizer,
             Wanted(
-                prompt=len(prompt),
+                prompt=prompt,
                 stops=frozenset(stops),
                 stop_strings=tuple(wanted.stops),
                 logprobs=wanted.wanted_logprobs is not None,
@@ -255,7 +255,11 @@ class _Gateway:
         return reply
 
     def _forget(self, reply_id: str) -> None:
-        self._replies.pop(reply_id, None)
+        reply = self._replies.pop(reply_id, None)
+        if reply is not None:
+            report = reply.report()
+            del report["first_new"]  # a client's text belongs in no log
+            _log.info("turn ended", id=reply_id, tokens=reply.completion_tokens, **report)
 
     def _budget(self, prompt: int, asked: int | None) -> int:
         length = self._engine.limits.max_model_len
@@ -388,8 +392,9 @@ async def _collect(reply: Reply, request: Request) -> list[Delta]:
         async with asyncio.TaskGroup() as group:
             watcher = group.create_task(until_gone(request.receive))
             try:
-                async for delta in reply.deltas():
-                    deltas.append(delta)
+                async with aclosing(reply.deltas()) as pieces:
+                    async for delta in pieces:
+                        deltas.append(delta)
             except TurnError as error:
                 failure = error
             watcher.cancel()

@@ -1,86 +1,254 @@
-"""Owns one ring's ledger: which prefix is resident in which slot, as far as it was acknowledged.
+"""Owns one ring's ledger: which prefix is resident where, as far as it was acknowledged.
 
 A hint, never the authority: the stages refuse what they do not hold. Truncated when a frame is
-sent, extended when its verdict comes back. Knows no turn but the one that pins a slot.
+sent, extended when its verdict comes back. Holds slots and parked prefixes, and says what to give
+up for a new prompt; knows no turn but the one that pins a slot.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 
 from transport.chain import Chain
 
+HALF_LIFE_S = 600.0  # an idle prefix is worth half as much after this long
+UNPROVEN = 0.25  # worth of a prefix that no second turn has used: titles and other side requests
+FORK_ROWS = 8  # a shorter common prefix is cheaper to prefill than to copy: 8 rows cost as one
+PARK_ROWS = 64  # a shorter loss is not worth a place in the park
+GONE_TOKENS = 1 << 18  # token ids of given-up prefixes that are remembered: 5 MiB with hashes
+GONE_PREFIXES = 128  # and how many of them: a miss compares the prompt with each
+MAX_PARKED = 1024  # parked prefixes of one ring; each is compared at every match
+WITNESSES = 8  # candidates whose loss is computed exactly: 8 x slots comparisons, about 1 ms
+
 
 @dataclass(slots=True)
-class Slot:
-    """One slot: the acknowledged rows' chain (None when empty), its pin, and its last use."""
+class Holding:
+    """One slot or parked prefix: the acknowledged rows' chain, its pin, and its use.
+
+    hint: the session that used it last. proven: a second turn has reused it. keep_until: an
+    operator's or client's wish not to give it up before (seconds, the driver's clock).
+    """
 
     chain: Chain | None = None
     turn: int | None = None  # the turn that writes here
-    used: float = 0.0  # seconds, the driver's clock
+    coming: int = 0  # rows that are being copied to a parked prefix
+    used: float = 0.0
+    hint: str = ""
+    proven: bool = False
+    keep_until: float = 0.0
 
     @property
     def resident(self) -> int:
         """Acknowledged rows."""
         return 0 if self.chain is None else len(self.chain)
 
+    def weight(self, now: float) -> float:
+        """What one of its rows is worth now, in [0, 1]."""
+        age = max(0.0, now - self.used)
+        decay: float = 0.5 ** (age / HALF_LIFE_S)
+        return decay if self.proven else decay * UNPROVEN
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A prompt that needs a slot. limit: at most so many rows are reused (its length - 1)."""
+
+    packed: bytes
+    root: bytes
+    limit: int
+    reuse: bool
+    hint: str = ""
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a turn goes: write slot `slot` from row `matched` on.
+    """Where a turn goes: write `slot` from row `matched` on.
 
-    source: fork rows [0, matched) of this slot first, because its owner needs them whole.
+    source: copy rows [0, matched) of this holding into the slot first, because it must stay whole.
+    park: copy what the slot holds to this parked id before. dropped: parked ids to free for that.
     """
 
     slot: int
     matched: int
     source: int | None = None
+    park: int | None = None
+    dropped: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """Why a prompt was not reused further: from `position` on it is not resident.
+
+    reason: "new", "edited" (another text is resident there), or why a matching prefix was given up
+    ("evicted", "ttl", "request", "ring lost", "refused"). resident: up to 8 token ids that stand
+    (or stood) at position.
+    """
+
+    position: int
+    reason: str
+    resident: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Gone:
+    """Prefixes that were given up, newest last, so that a miss can say why."""
+
+    prefixes: deque[tuple[Chain, str]] = field(default_factory=deque)
+    tokens: int = 0
+
+    def add(self, chain: Chain, reason: str) -> None:
+        """Remember a prefix; forget the oldest past GONE_TOKENS."""
+        self.prefixes.append((chain, reason))
+        self.tokens += len(chain)
+        while self.tokens > GONE_TOKENS or len(self.prefixes) > GONE_PREFIXES:
+            self.tokens -= len(self.prefixes.popleft()[0])
+
+    def longest(self, wanted: Wanted) -> tuple[int, str, Chain | None]:
+        """Longest common prefix with any of them, why it went, and its chain."""
+        best, why, found = 0, "", None
+        for chain, reason in self.prefixes:
+            length = chain.common(wanted.packed, wanted.root)
+            if length and length >= best:
+                best, why, found = length, reason, chain
+        return best, why, found
 
 
 class Ledger:
-    """The slots of one ring."""
+    """The slots [0, slots) of one ring and its parked prefixes, numbered from `slots` on."""
 
-    def __init__(self, slots: int, capacity: int) -> None:
+    def __init__(self, slots: int, capacity: int, park_rows: int = 0) -> None:
         self.capacity = capacity
-        self.slots = [Slot() for _ in range(slots)]
+        self.park_rows = park_rows  # rows that may be parked on every stage
+        self.slots = [Holding() for _ in range(slots)]
+        self.parked: dict[int, Holding] = {}
+        self.evictions: dict[str, int] = {}
+        self.gone = Gone()
+        self._next_park = slots
 
-    def match(self, packed: bytes, root: bytes) -> list[int]:
-        """Per slot, how many leading tokens of the packed prompt are resident there."""
-        return [0 if slot.chain is None else slot.chain.common(packed, root) for slot in self.slots]
+    def holding(self, index: int) -> Holding:
+        """A slot or a parked prefix by its number."""
+        return self.slots[index] if index < len(self.slots) else self.parked[index]
 
-    def place(self, packed: bytes, root: bytes, limit: int, *, reuse: bool) -> Placement | None:
-        """The slot for a prompt, or None while every slot is pinned.
+    def has(self, index: int) -> bool:
+        """True when there is such a slot or parked prefix."""
+        return index < len(self.slots) or index in self.parked
 
-        limit: at most this many rows are reused (prompt length - 1, because the last token's
-        logits are wanted). A slot that would lose rows beyond the match is forked when another is
-        free to be overwritten; an extension of a resident prefix goes on in place.
+    def _all(self) -> dict[int, Holding]:
+        return {**dict(enumerate(self.slots)), **self.parked}
+
+    def match(self, packed: bytes, root: bytes) -> dict[int, int]:
+        """Per holding, how many leading tokens of the packed prompt are resident there."""
+        return {
+            index: each.chain.common(packed, root)
+            for index, each in self._all().items()
+            if each.chain is not None
+        }
+
+    def place(self, wanted: Wanted, now: float) -> Placement | None:
+        """The slot for a prompt, or None while every slot is pinned. Changes nothing.
+
+        Either the longest match is extended in place, or it is copied to the slot whose loss costs
+        least; whichever gives up less of what is likely to be used again.
         """
         free = [index for index, slot in enumerate(self.slots) if slot.turn is None]
         if not free:
             return None
-        matches = [min(length, limit) for length in self.match(packed, root)] if reuse else []
-        best = max(matches, default=0)
-        if best == 0:
-            return Placement(self._coldest(free), 0)
-        donors = [index for index, length in enumerate(matches) if length == best]
-        for index in donors:
-            if index in free and self.slots[index].resident <= best + 1:
-                return Placement(index, best)  # nothing (or one clamped row) is lost
-        victims = [index for index in free if index not in donors]
-        if victims:
-            return Placement(self._coldest(victims), best, source=donors[0])
-        return Placement(self._coldest([index for index in donors if index in free]), best)
+        matches = self.match(wanted.packed, wanted.root) if wanted.reuse else {}
+        matches = {index: min(length, wanted.limit) for index, length in matches.items()}
+        best = max(matches.values(), default=0)
+        donors = [index for index, length in matches.items() if length == best and best]
+        here = [index for index in donors if index in free]
+        for index in here:
+            slot = self.slots[index]
+            if slot.resident <= best + 1 or (wanted.hint and slot.hint == wanted.hint):
+                return Placement(index, best)  # an extension, or the session's own old branch
+        source = donors[0] if donors and best >= FORK_ROWS else None
+        victims = [i for i in free if i != source and self.slots[i].keep_until <= now]
+        victim, loss = self._cheapest(victims, now)
+        for index in here:
+            slot = self.slots[index]
+            tail = (slot.resident - best) * slot.weight(now)
+            if victim is None or (slot.keep_until <= now and tail <= loss):
+                return Placement(index, best)
+        if victim is None:  # all that is free is kept on request: the oldest wish yields
+            victim = min(free, key=lambda index: self.slots[index].keep_until)
+        matched = 0 if source is None else best
+        return Placement(victim, matched, source, *self._parking(victim, source, now))
 
-    def _coldest(self, among: list[int]) -> int:
-        """Empty slots first, then the least recently used."""
-        return min(
-            among, key=lambda index: (self.slots[index].resident > 0, self.slots[index].used)
+    def _cheapest(self, among: list[int], now: float) -> tuple[int | None, float]:
+        """The holding that costs least to lose, and that cost in weighted rows.
+
+        What is resident elsewhere too costs nothing to lose. Exact for the WITNESSES cheapest by
+        their whole length, which bounds their loss from above.
+        """
+        bounds = sorted((self.holding(i).resident * self.holding(i).weight(now), i) for i in among)
+        best: tuple[int | None, float] = (None, float("inf"))
+        for bound, index in bounds[:WITNESSES]:
+            loss = bound
+            if bound > 0.0:
+                loss = self.unique_rows(index) * self.holding(index).weight(now)
+            if loss < best[1]:
+                best = index, loss
+        return best
+
+    def unique_rows(self, index: int) -> int:
+        """Rows that no other holding has: what it would cost to lose this one."""
+        chain = self.holding(index).chain
+        if chain is None:
+            return 0
+        packed = chain.packed()
+        shared = (
+            other.chain.common(packed, chain.root)
+            for number, other in self._all().items()
+            if number != index and other.chain is not None
         )
+        return len(chain) - max(shared, default=0)
+
+    def _parking(
+        self, victim: int, source: int | None, now: float
+    ) -> tuple[int | None, tuple[int, ...]]:
+        """A parked id for what the victim holds, and the parked ids that make room for it."""
+        rows = self.slots[victim].resident
+        if rows > self.park_rows or self.unique_rows(victim) < PARK_ROWS:
+            return None, ()
+        used = sum(max(each.resident, each.coming) for each in self.parked.values())
+        dropped: list[int] = []
+        while used + rows > self.park_rows or len(self.parked) - len(dropped) >= MAX_PARKED:
+            left = [i for i in self.parked if i != source and i not in dropped]
+            index, _ = self._cheapest(left, now)
+            if index is None:
+                return None, ()
+            dropped.append(index)
+            used -= max(self.parked[index].resident, self.parked[index].coming)
+        return self._next_park, tuple(dropped)
+
+    def explain(self, wanted: Wanted, matched: int) -> Miss | None:
+        """Why reuse ended at `matched`; None when all of `limit` is reused.
+
+        Call it before the placement is carried out.
+        """
+        if matched >= wanted.limit:
+            return None
+        length, reason, chain = self.gone.longest(wanted)
+        if chain is not None and length > matched:
+            return Miss(matched, reason, chain.tokens(matched, min(len(chain), matched + 8)))
+        for index, common in self.match(wanted.packed, wanted.root).items():
+            other = self.holding(index).chain
+            assert other is not None
+            if common == matched > 0 and len(other) > common:
+                end = min(len(other), common + 8)
+                return Miss(matched, "edited", other.tokens(common, end))
+        return Miss(matched, "new") if matched == 0 else None
 
     def coldest(self) -> int | None:
-        """The slot that is cheapest to overwrite, or None while every slot is pinned."""
+        """The slot whose loss costs least, or None while every slot is pinned."""
         free = [index for index, slot in enumerate(self.slots) if slot.turn is None]
-        return self._coldest(free) if free else None
+        return min(
+            free,
+            key=lambda i: (self.slots[i].resident > 0, self.slots[i].used),
+            default=None,
+        )
 
     def pin(self, index: int, turn: int) -> None:
         """Only `turn` may write here until `release`."""
@@ -95,26 +263,76 @@ class Ledger:
         slot.turn = None
         slot.used = now
 
+    def claim(self, index: int, hint: str, *, proven: bool) -> None:
+        """The slot's next rows belong to a session; proven: they extend a reused prefix."""
+        slot = self.slots[index]
+        slot.hint, slot.proven = hint, proven
+
+    def keep(self, index: int, until: float, now: float) -> bool:
+        """Don't give a slot up before `until`; False when no other slot would be left to give."""
+        others = [s for i, s in enumerate(self.slots) if i != index and s.keep_until <= now]
+        if until > now and not others:
+            return False
+        self.slots[index].keep_until = until
+        return True
+
+    def give_up(self, index: int, length: int, reason: str) -> None:
+        """Rows from `length` on will be overwritten or freed: remember why, and count it."""
+        chain = self.holding(index).chain
+        if chain is None or len(chain) <= length:
+            return
+        if reason != "parked":
+            self.gone.add(chain.clone(), reason)
+        self.evictions[reason] = self.evictions.get(reason, 0) + 1
+        self.truncate(index, length)
+
     def truncate(self, index: int, length: int) -> None:
         """A frame that writes at `length` was sent: rows from there on are no longer resident."""
-        chain = self.slots[index].chain
-        if chain is not None:
-            chain.truncate(length)
-            if not len(chain):
-                self.slots[index].chain = None
+        each = self.holding(index)
+        if each.chain is not None:
+            each.chain.truncate(length)
+            if not len(each.chain):
+                self.forget(index)
 
     def extend(self, index: int, chain: Chain, end: int) -> None:
         """Rows up to `end` hold the first tokens of `chain`; they were acknowledged in order."""
-        slot = self.slots[index]
-        if slot.chain is None:
-            slot.chain = Chain(chain.root)
-        slot.chain.extend_from(chain, end)
+        each = self.holding(index)
+        if each.chain is None:
+            each.chain = Chain(chain.root)
+        each.chain.extend_from(chain, end)
 
     def forget(self, index: int) -> None:
-        """Nothing is known of the slot any more."""
-        self.slots[index].chain = None
+        """Nothing is known of the holding any more."""
+        if index < len(self.slots):
+            slot = self.slots[index]
+            slot.chain, slot.hint, slot.proven, slot.keep_until = None, "", False, 0.0
+        else:
+            self.parked.pop(index, None)
+
+    def reserve(self, park: int, like: Holding) -> None:
+        """A copy of `like` is on its way to a parked id; it holds nothing until that is done."""
+        self._next_park = max(self._next_park, park + 1)
+        self.parked[park] = Holding(None, None, like.resident, like.used, like.hint, like.proven)
+
+    def idle(self, before: float) -> list[int]:
+        """Holdings with rows that nobody has used since `before`, kept ones excepted."""
+        return [
+            index
+            for index, each in self._all().items()
+            if each.resident and each.turn is None and max(each.used, each.keep_until) < before
+        ]
+
+    def oldest_use(self) -> float | None:
+        """When the holding that was idle longest was used last (seconds)."""
+        uses = [
+            max(each.used, each.keep_until)
+            for each in self._all().values()
+            if each.resident and each.turn is None
+        ]
+        return min(uses, default=None)
 
     def check(self) -> None:
         """Assert the invariants."""
-        for slot in self.slots:
-            assert slot.chain is None or 0 < len(slot.chain) <= self.capacity, slot
+        for each in self._all().values():
+            assert each.chain is None or 0 < len(each.chain) <= self.capacity, each
+        assert sum(each.resident for each in self.parked.values()) <= self.park_rows, self.parked

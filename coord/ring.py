@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
 
-from coord.ledger import Ledger, Placement
+from coord.ledger import MAX_PARKED, Ledger
 from transport.chain import Chain, root_hash
 from transport.config import Limits
 from transport.config import Ring as RingSpec
@@ -35,6 +35,8 @@ from transport.frame import (
 PROBE_TURN = 0  # turn id of the self-check; real turns count from 1
 PROBE_TOKENS = (1, 2, 3, 0)
 PROBE_SAMPLING = Sampling(logprobs=0)
+RATE_ROWS = 32  # a frame of fewer rows costs by the frame, not by the row
+RATE_SHARE = 0.2  # of the newest measurement in a moving average
 RETRY_S = 1.0  # between two roll calls that went unanswered
 PING_S = 5.0  # between two pings of a ready ring
 
@@ -57,6 +59,13 @@ class InFlight:
 
     frame: Numbered
     sent_at: float
+    chain: Chain | None = None  # of a copy: the tokens of its rows
+
+
+def fits(result: Result, segment: Segment) -> bool:
+    """True when a result answers exactly the positions that the segment wanted."""
+    wanted = segment.turn, segment.slot, segment.end - segment.want, segment.want
+    return (result.turn, result.slot, result.start, len(result.tokens)) == wanted
 
 
 @dataclass(slots=True)
@@ -93,6 +102,8 @@ class Ring:
         self.in_flight: dict[int, InFlight] = {}
         self.heartbeats: dict[str, tuple[Heartbeat, float]] = {}
         self.stats = Stats()
+        self.row_s = 0.0  # seconds a row takes in the slowest stage, of prefill frames
+        self.frame_s = 0.0  # seconds a small frame takes in the slowest stage
         self.busy: dict[str, float] = {}  # share of the last heartbeat interval spent in forwards
         self._forward_us: dict[str, int] = {}
         self._vocabulary = vocabulary
@@ -146,6 +157,9 @@ class Ring:
         """The ring can't be trusted: nothing in flight will be believed, a roll call must come."""
         if self.phase is Phase.READY:
             self.stats.lost += 1
+        for record in self.in_flight.values():
+            if isinstance(record.frame, Copy) and record.frame.turn == PROBE_TURN:
+                self.ledger.forget(record.frame.target)  # nobody will say that it was parked
         self.phase = Phase.WAITING
         self.detail = detail
         self.in_flight.clear()
@@ -164,7 +178,7 @@ class Ring:
         self.phase, self.detail = Phase.FORMING, self._fault or "calling the roll"
         self.epoch += 1
         self._asked_at = now
-        return RollCall(self.name, self.epoch)
+        return RollCall(self.name, self.epoch, tuple(self.ledger.parked))
 
     def answered(self, call: RollCall, now: float) -> Run | None:
         """A roll call came round: the self-check's first frame, or None: it can't be trusted."""
@@ -180,11 +194,23 @@ class Ring:
             (entry.name, entry.incarnation) for entry in call.entries
         ]
         if not same or self.fingerprint != first.fingerprint:
-            self.ledger = Ledger(first.slots, first.capacity)
+            park_rows = min(
+                entry.park_bytes // entry.row_bytes if entry.row_bytes else 0
+                for entry in call.entries
+            )
+            self.ledger = self._fresh_ledger(first.slots, first.capacity, park_rows)
             self.fingerprint = first.fingerprint
         self.entries = call.entries
         self.phase, self.detail = Phase.PROBING, "checking that a prefix can be reused"
         return self._probe_run(0, now)
+
+    def _fresh_ledger(self, slots: int, capacity: int, park_rows: int) -> Ledger:
+        """An empty ledger that still knows why the old one's prefixes are gone."""
+        for index in list(self.ledger.parked) + list(range(len(self.ledger.slots))):
+            self.ledger.give_up(index, 0, "ring lost")
+        fresh = Ledger(slots, capacity, park_rows)
+        fresh.gone, fresh.evictions = self.ledger.gone, self.ledger.evictions
+        return fresh
 
     def _faults(self, entries: tuple[StageEntry, ...]) -> str | None:
         expected = [stage.name for stage in self.spec.stages]
@@ -222,7 +248,7 @@ class Ring:
     def _probe_run(self, start: int, now: float) -> Run:
         slot = self.ledger.coldest()
         assert slot is not None, "a ring that is not ready has no pinned slots"
-        self.ledger.forget(slot)
+        self.ledger.give_up(slot, 0, "self-check")
         chain = Chain(root_hash(self.fingerprint, b""), PROBE_TOKENS)
         segment = Segment(
             PROBE_TURN,
@@ -236,12 +262,11 @@ class Ring:
         )
         return self.run((segment,), now)
 
-    def probed(self, verdict: Verdict, now: float) -> Run | None:
+    def probed(self, result: Result | None, now: float) -> Run | None:
         """The self-check's verdict: its second frame, or None when the check is over."""
-        if not verdict.results:
+        if result is None:
             self.forget("the self-check was refused")
             return None
-        result = verdict.results[0]
         if self._probe is None:
             self._probe = result
             return self._probe_run(len(PROBE_TOKENS) // 2, now)
@@ -265,13 +290,13 @@ class Ring:
         self.in_flight[frame.seq] = InFlight(frame, now)
         return frame
 
-    def copy(self, turn: int, place: Placement, chain: Chain, now: float) -> Copy:
-        """Number and note the fork that a placement asks for; `chain` holds its rows' tokens."""
-        assert place.source is not None
-        seq, length = self._number(), place.matched
-        digest = chain.hash_before(length)
-        frame = Copy(self.name, self.epoch, seq, turn, place.source, place.slot, length, digest)
-        self.in_flight[seq] = InFlight(frame, now)
+    def copy(
+        self, turn: int, source: int, target: int, chain: Chain, length: int, now: float
+    ) -> Copy:
+        """Number and note the copy of `chain`'s first `length` rows between two holdings."""
+        seq, digest = self._number(), chain.hash_before(length)
+        frame = Copy(self.name, self.epoch, seq, turn, source, target, length, digest)
+        self.in_flight[seq] = InFlight(frame, now, chain)
         return frame
 
     def freeing(self, slot: int) -> bool:
@@ -311,9 +336,17 @@ class Ring:
         """True when another frame may be sent."""
         return self.phase is Phase.READY and len(self.in_flight) < self.window
 
-    def timed(self, verdict: Verdict) -> None:
-        """Add the stages' timings up."""
+    def timed(self, run: Run, verdict: Verdict) -> None:
+        """Add the stages' timings up; a prefill frame also tells the ring's rate."""
         self.stats.verdicts += 1
+        rows = sum(len(segment.tokens) for segment in run.segments)
+        slowest = max((timing.forward_us for timing in verdict.timings), default=0) / 1e6
+        if rows >= RATE_ROWS:
+            self.row_s += (
+                RATE_SHARE * (slowest / rows - self.row_s) if self.row_s else (slowest / rows)
+            )
+        else:
+            self.frame_s += RATE_SHARE * (slowest - self.frame_s) if self.frame_s else slowest
         for timing in verdict.timings:
             for table, value in (
                 (self.stats.wait_us, timing.wait_us),
@@ -364,12 +397,18 @@ class Ring:
         for record in self.in_flight.values():
             times.append(record.sent_at + self.limits.frame_timeout_s)
             break
+        oldest = self.ledger.oldest_use()
+        if oldest is not None and self.limits.idle_ttl_s:
+            times.append(max(now, oldest + self.limits.idle_ttl_s) + 1e-3)
         return min(times, default=now + RETRY_S)
 
     def check(self) -> None:
         """Assert the invariants."""
         self.ledger.check()
-        # one Copy and one Free per slot and one Ping go out whatever the window
-        bound = self.window + 2 * len(self.ledger.slots) + 1
-        assert len(self.in_flight) <= bound, len(self.in_flight)
+        kinds = [type(record.frame) for record in self.in_flight.values()]
+        slots = len(self.ledger.slots)
+        assert kinds.count(Run) <= max(1, self.window), self.in_flight  # one is the self-check's
+        assert kinds.count(Copy) <= 2 * slots, self.in_flight  # to park what is there, and to fork
+        assert kinds.count(Free) <= slots + MAX_PARKED, self.in_flight  # one for each at a time
+        assert kinds.count(Ping) <= 1, self.in_flight
         assert self.phase is not Phase.WAITING or not self.in_flight, self.in_flight

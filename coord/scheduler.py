@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from coord.actions import Action, Admitted, Failed, Finished, Send, Tokens
-from coord.ledger import Placement
-from coord.ring import PROBE_TURN, InFlight, Ring
+from coord.admission import Choice, choose, leader, waits_behind
+from coord.ledger import Miss
+from coord.ring import PROBE_TURN, InFlight, Ring, fits
 from coord.ring import Phase as RingPhase
 from coord.turn import Phase, Turn
 from transport.chain import root_hash
@@ -23,6 +24,7 @@ from transport.frame import (
     Free,
     FreeSlot,
     Heartbeat,
+    KeepSlot,
     LinkGap,
     Ping,
     Refusal,
@@ -36,6 +38,7 @@ from transport.frame import (
     Verdict,
 )
 
+NO_TURN = PROBE_TURN  # the owner of copies that no turn waits for
 MAX_REFUSALS = 3  # of one turn's rows before it fails: a cold start can't be refused for content
 
 
@@ -49,7 +52,6 @@ class Totals:
     prefix_cache_hits: int = 0
     prefilled_tokens: int = 0  # rows sent as prefill, a turn's own resume included
     copied_rows: int = 0
-    evictions: int = 0  # slots whose rows were overwritten by another text
     resumed: int = 0
 
 
@@ -82,6 +84,8 @@ class Scheduler:
                 self._cancel(frame, now, actions)
             case FreeSlot():
                 self._free_slot(frame, now, actions)
+            case KeepSlot():
+                self._keep_slot(frame, now)
             case LinkGap():
                 self._gap(frame, now)
             case Heartbeat() | RollCall() | Verdict() | Reject() | Copy() | Free() | Ping():
@@ -184,13 +188,23 @@ class Scheduler:
 
     def _free_slot(self, request: FreeSlot, now: float, actions: list[Action]) -> None:
         ring = self.rings.get(request.ring)
-        if ring is None or request.slot >= len(ring.ledger.slots):
+        if ring is None or ring.phase is not RingPhase.READY:
             return
-        if ring.phase is not RingPhase.READY or ring.freeing(request.slot):
+        if ring.freeing(request.slot):
             return
-        if ring.ledger.slots[request.slot].turn is None:
-            ring.ledger.forget(request.slot)
-            actions.append(Send(ring.free(request.slot, now)))
+        if ring.ledger.has(request.slot) and ring.ledger.holding(request.slot).turn is None:
+            self._free(ring, request.slot, "request", now, actions)
+
+    def _free(self, ring: Ring, index: int, reason: str, now: float, actions: list[Action]) -> None:
+        """Give a slot or parked prefix up on every stage."""
+        ring.ledger.give_up(index, 0, reason)
+        ring.ledger.forget(index)
+        actions.append(Send(ring.free(index, now)))
+
+    def _keep_slot(self, request: KeepSlot, now: float) -> None:
+        ring = self.rings.get(request.ring)
+        if ring is not None and request.slot < len(ring.ledger.slots):
+            ring.ledger.keep(request.slot, now + request.keep_s, now)
 
     def _gap(self, gap: LinkGap, now: float) -> None:
         for ring in self.rings.values():
@@ -230,17 +244,19 @@ class Scheduler:
         self, ring: Ring, record: InFlight, verdict: Verdict, now: float, actions: list[Action]
     ) -> None:
         assert isinstance(record.frame, Run), record
-        ring.timed(verdict)
+        ring.timed(record.frame, verdict)
         results = {result.turn: result for result in verdict.results}
         for segment in record.frame.segments:
+            result = results.get(segment.turn)
+            if result is not None and not fits(result, segment):
+                result = None  # nonsense: as good as no answer
             if segment.turn == PROBE_TURN:
-                probe = ring.probed(verdict, now)
+                probe = ring.probed(result, now)
                 if probe is not None:
                     actions.append(Send(probe))
                 return
             turn = self.turns[segment.turn]
             turn.in_flight -= 1
-            result = results.get(segment.turn)
             if result is None:
                 self._refused(ring, turn)
             elif turn.phase is not Phase.RECOVERING:
@@ -273,13 +289,17 @@ class Scheduler:
         return turn.commit(token)
 
     def _copied(self, ring: Ring, record: InFlight, now: float, actions: list[Action]) -> None:
-        assert isinstance(record.frame, Copy), record
         copy = record.frame
+        assert isinstance(copy, Copy), record
+        assert record.chain is not None
+        if copy.turn == NO_TURN:  # an eviction's rows are parked, unless they were dropped since
+            if ring.ledger.has(copy.target):
+                ring.ledger.extend(copy.target, record.chain, copy.length)
+            return
         turn = self.turns[copy.turn]
         turn.in_flight -= 1
         if turn.phase is not Phase.RECOVERING:
-            assert turn.chain is not None
-            ring.ledger.extend(copy.target, turn.chain, copy.length)
+            ring.ledger.extend(copy.target, record.chain, copy.length)
         self._drain(ring, turn, now, actions)
 
     def _reject(self, ring: Ring, reject: Reject, now: float, actions: list[Action]) -> None:
@@ -292,7 +312,9 @@ class Scheduler:
         if record is None or isinstance(record.frame, Run):
             return  # a Run's Verdict still comes, without the refused segment
         ring.settle(reject.epoch, reject.seq, type(record.frame))
-        if isinstance(record.frame, Copy):
+        if isinstance(record.frame, Copy) and record.frame.turn == NO_TURN:
+            ring.ledger.forget(record.frame.target)
+        elif isinstance(record.frame, Copy):
             turn = self.turns[record.frame.turn]
             turn.in_flight -= 1
             self._refused(ring, turn)
@@ -301,7 +323,7 @@ class Scheduler:
     def _refused(self, ring: Ring, turn: Turn) -> None:
         """The ledger was wrong about the turn's slot: forget it, start over there."""
         assert turn.slot is not None
-        ring.ledger.forget(turn.slot)
+        ring.ledger.give_up(turn.slot, 0, "refused")
         if turn.phase is Phase.RUNNING:
             turn.phase = Phase.RECOVERING
             turn.refusals += 1
@@ -328,6 +350,8 @@ class Scheduler:
         if turn.phase is Phase.DRAINING:
             if turn.id in self.turns:
                 ring.ledger.release(turn.slot, turn.id, now)
+                if turn.submit.keep_s:
+                    ring.ledger.keep(turn.slot, now + turn.submit.keep_s, now)
                 del self.turns[turn.id]
         elif turn.phase is Phase.RECOVERING and turn.refusals <= MAX_REFUSALS:
             ring.ledger.forget(turn.slot)
@@ -362,6 +386,10 @@ class Scheduler:
             for frame in (ring.ask(now), ring.ping(now)):
                 if frame is not None:
                     actions.append(Send(frame))
+            ttl = self.limits.idle_ttl_s
+            if ttl and ring.phase is RingPhase.READY:
+                for index in ring.ledger.idle(now - ttl):
+                    self._free(ring, index, "ttl", now, actions)
 
     def _fail_stranded(self, now: float, actions: list[Action]) -> None:
         """A turn that lost its ring, or was refused too often, fails within a stated bound."""
@@ -382,54 +410,52 @@ class Scheduler:
     def _admit(self, now: float, actions: list[Action]) -> None:
         """Give slots to waiting turns, in order of arrival, by what is resident now."""
         for turn in list(self.turns.values()):
-            if turn.phase is not Phase.WAITING:
+            if turn.phase is not Phase.WAITING or waits_behind(turn, self.turns, self.rings):
                 continue
-            found = self._best(turn)
+            found = choose(turn, self.turns, self.rings, now)
             if found is None:
                 return
-            self._place(turn, *found, now, actions)
+            turn.behind = leader(turn, self.turns, found)
+            if turn.behind is None:
+                self._place(turn, found, now, actions)
 
-    def _best(self, turn: Turn) -> tuple[Ring, Placement] | None:
-        """The ring and slot where the fewest tokens must be prefilled, busy rings last."""
-        packed = turn.packed()
-        best: tuple[Ring, Placement] | None = None
-        for ring in self.rings.values():
-            if ring.phase is not RingPhase.READY:
-                continue
-            root = root_hash(ring.fingerprint, turn.submit.salt)
-            reuse = turn.submit.reuse and ring.reuse
-            placement = ring.ledger.place(packed, root, turn.known - 1, reuse=reuse)
-            if placement is not None and (best is None or placement.matched > best[1].matched):
-                best = ring, placement
-        return best
-
-    def _place(
-        self, turn: Turn, ring: Ring, placement: Placement, now: float, actions: list[Action]
-    ) -> None:
+    def _place(self, turn: Turn, choice: Choice, now: float, actions: list[Action]) -> None:
+        """Carry a placement out: park or give up what is in the way, copy what is shared."""
+        ring, wanted, placement = choice.ring, choice.wanted, choice.placement
         ledger, slot, matched = ring.ledger, placement.slot, placement.matched
-        donor = ledger.slots[slot if placement.source is None else placement.source].chain
+        miss = ledger.explain(wanted, matched)
+        donor = ledger.holding(slot if placement.source is None else placement.source)
+        donor.used = now
+        donor.proven = donor.proven or matched > 0
         resumed = turn.admitted_before
-        turn.admit(ring.name, slot, root_hash(ring.fingerprint, turn.submit.salt), donor, matched)
+        turn.admit(ring.name, slot, wanted.root, donor.chain, matched)
+        assert turn.chain is not None
+        for index in placement.dropped:
+            self._free(ring, index, "parked too long", now, actions)
+        if placement.park is not None:
+            held = ledger.slots[slot]
+            assert held.chain is not None
+            ledger.reserve(placement.park, held)
+            copy = ring.copy(NO_TURN, slot, placement.park, held.chain.clone(), held.resident, now)
+            actions.append(Send(copy))
         ledger.pin(slot, turn.id)
-        if ledger.slots[slot].resident > matched:
-            self.totals.evictions += 1
-        if placement.source is None:
-            ledger.truncate(slot, matched)
-        else:
-            ledger.forget(slot)
-            assert turn.chain is not None
+        kept = matched if placement.source is None else 0
+        ledger.give_up(slot, kept, "evicted" if placement.park is None else "parked")
+        ledger.claim(slot, turn.submit.hint, proven=matched > 0)
+        if placement.source is not None:
             turn.in_flight += 1
             self.totals.copied_rows += matched
-            actions.append(Send(ring.copy(turn.id, placement, turn.chain, now)))
+            source = placement.source
+            actions.append(Send(ring.copy(turn.id, source, slot, turn.chain, matched, now)))
         if resumed:
             self.totals.resumed += 1
-        actions.append(self._admitted(turn))
+        actions.append(self._admitted(turn, miss))
 
-    def _admitted(self, turn: Turn) -> Admitted:
+    def _admitted(self, turn: Turn, miss: Miss | None = None) -> Admitted:
         assert turn.ring is not None
         assert turn.slot is not None
         prompt, matched = len(turn.submit.prompt), turn.sent
-        return Admitted(turn.id, turn.ring, turn.slot, prompt, matched, turn.started)
+        return Admitted(turn.id, turn.ring, turn.slot, prompt, matched, turn.started, miss)
 
     def _fill(self, ring: Ring, now: float, actions: list[Action]) -> None:
         """While the ring has room: every ready decode segment, then prefill up to the budget."""

@@ -38,6 +38,7 @@ class Turn:
     refusals: int = 0
     waiting_since: float = 0.0
     admitted_before: bool = False
+    behind: tuple[int, int] | None = None  # wait until turn [0] has [1] rows acknowledged
     started: bool = False  # a segment of it has settled: what it reused is proven
 
     @property

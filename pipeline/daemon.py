@@ -17,7 +17,7 @@ import psutil
 import structlog
 
 from pipeline.model import StageModel
-from pipeline.stage import Action, CopyRows, Forward, Send, Stage
+from pipeline.stage import Action, CopyRows, DropRows, Forward, Send, Stage
 from transport.config import Limits, Ring
 from transport.config import Stage as StageSpec
 from transport.frame import Envelope, Forwarded, Frame, Heartbeat, StageState, Tensor
@@ -84,7 +84,13 @@ class Worker:
                 timeout_s=self.limits.send_timeout_s,
                 max_bytes=self.limits.max_frame_bytes,
             )
-            core = Stage(self.ring.name, self.spec.name, self._incarnation, model.info)
+            core = Stage(
+                self.ring.name,
+                self.spec.name,
+                self._incarnation,
+                model.info,
+                self.limits.park_bytes,
+            )
             self.status.state = StageState.READY
             self.status.report(1.0, "")
             took = round(time.monotonic() - started, 2)
@@ -108,6 +114,8 @@ class Worker:
                     self._send(push, action.frame)
                 case CopyRows():
                     model.copy(action.source, action.target, action.length)
+                case DropRows():
+                    model.drop(action.parked)
                 case Forward():
                     done = _forward(model, action)
                     actions += self._take(core, done, Direction.LOCAL, self.spec.name, None)

@@ -24,7 +24,7 @@ class ModelInfo:
 
     layers: [first, last) of layers_total. fingerprint: of the whole model, its precision and its
     kernels (equal on every stage of a ring). capacity: rows per slot. kernel: how exact mode is
-    kept, in words ("off" where it is not).
+    kept, in words ("off" where it is not). row_bytes: host memory of one parked KV row.
     """
 
     layers: tuple[int, int]
@@ -34,6 +34,7 @@ class ModelInfo:
     capacity: int
     vocabulary: int
     kernel: str
+    row_bytes: int = 0
 
     @property
     def head(self) -> bool:
@@ -69,7 +70,13 @@ class StageModel(Protocol):
         """
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Copy KV rows [0, length) of slot `source` over those of slot `target`."""
+        """Copy KV rows [0, length) of `source` to `target`.
+
+        Numbers from info.slots on are parked rows in host memory: made when first a target.
+        """
+
+    def drop(self, parked: int) -> None:
+        """Give parked rows' memory back."""
 
 
 ROW_BYTES = 8  # of the toy's activations and of its KV rows
@@ -95,10 +102,17 @@ class ToyModel:
         fingerprint: bytes = TOY_FINGERPRINT,
     ) -> None:
         self._info = ModelInfo(
-            layers, layers_total, fingerprint, slots, capacity, vocabulary, "toy"
+            layers,
+            layers_total,
+            fingerprint,
+            slots,
+            capacity,
+            vocabulary,
+            "toy",
+            ROW_BYTES * (layers[1] - layers[0]),
         )
         self._rows = [
-            [bytearray(capacity * ROW_BYTES) for _ in range(slots)] for _ in range(*layers)
+            {slot: bytearray(capacity * ROW_BYTES) for slot in range(slots)} for _ in range(*layers)
         ]
 
     @property
@@ -133,7 +147,14 @@ class ToyModel:
     def copy(self, source: int, target: int, length: int) -> None:
         """See StageModel."""
         for buffers in self._rows:
+            if target >= self._info.slots:
+                buffers[target] = bytearray(length * ROW_BYTES)
             buffers[target][: length * ROW_BYTES] = buffers[source][: length * ROW_BYTES]
+
+    def drop(self, parked: int) -> None:
+        """See StageModel."""
+        for buffers in self._rows:
+            buffers.pop(parked, None)
 
     def _layer(
         self, layer: int, buffer: bytearray, segment: Segment, rows: Sequence[bytes]

@@ -1,4 +1,4 @@
-"""Owns a stage's slot table: which token prefix each slot's KV rows hold, as a hash chain.
+"""Owns a stage's slot table: which token prefix each slot's and parked KV rows hold, as chains.
 
 Bookkeeping only: the rows themselves belong to the model. The chain covers rows whose forward has
 finished; whoever wants to write after row p must name h[p], or is refused.
@@ -7,16 +7,24 @@ finished; whoever wants to write after row p must name h[p], or is refused.
 from __future__ import annotations
 
 from transport.chain import Chain, root_hash
+from transport.codec import MAX_PARKED
 from transport.frame import Copy, Refusal, Segment
 
 Refused = tuple[Refusal, str]
 
 
 class SlotTable:
-    """One prefix-hash chain per slot; at most `capacity` rows each."""
+    """One prefix-hash chain per slot; at most `capacity` rows each.
 
-    def __init__(self, slots: int, capacity: int, vocabulary: int, fingerprint: bytes) -> None:
+    Numbers from `slots` on are parked prefixes; together they have at most park_rows rows.
+    """
+
+    def __init__(
+        self, slots: int, capacity: int, vocabulary: int, fingerprint: bytes, park_rows: int = 0
+    ) -> None:
         self.capacity = capacity
+        self.park_rows = park_rows
+        self._parked: dict[int, Chain] = {}
         self._vocabulary = vocabulary
         self._fingerprint = fingerprint
         self._chains = [Chain(root_hash(fingerprint, b"")) for _ in range(slots)]
@@ -46,15 +54,25 @@ class SlotTable:
 
     def refuses_copy(self, copy: Copy) -> Refused | None:
         """Why this stage can't make the copy, or None when it can."""
-        for slot in (copy.source, copy.target):
-            if slot >= len(self._chains):
-                return Refusal.RANGE, f"slot {slot} of {len(self._chains)}"
+        slots = len(self._chains)
+        if copy.source >= slots and copy.source not in self._parked:
+            return Refusal.GAP, f"nothing is parked as {copy.source}"
         if copy.source == copy.target:
             return Refusal.RANGE, f"slot {copy.source} onto itself"
+        if copy.target < slots:
+            if copy.length > self.capacity:
+                return Refusal.RANGE, f"{copy.length} rows, capacity {self.capacity}"
+        else:
+            others = [len(c) for park, c in self._parked.items() if park != copy.target]
+            if sum(others) + copy.length > self.park_rows or len(others) >= MAX_PARKED:
+                return Refusal.RANGE, f"{sum(others)} rows are parked, room for {self.park_rows}"
         return self._holds(copy.source, copy.length, copy.parent_hash)
 
+    def _chain(self, number: int) -> Chain:
+        return self._chains[number] if number < len(self._chains) else self._parked[number]
+
     def _holds(self, slot: int, length: int, digest: bytes) -> Refused | None:
-        chain = self._chains[slot]
+        chain = self._chain(slot)
         if length > len(chain):
             return Refusal.GAP, f"slot {slot} holds {len(chain)} rows, the frame names {length}"
         if chain.hash_before(length) != digest:
@@ -75,16 +93,30 @@ class SlotTable:
         chain.extend(segment.tokens)
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Slot `target` now holds rows [0, length) of `source`."""
-        chain = Chain(self._chains[source].root)
-        chain.extend_from(self._chains[source], length)
-        self._chains[target] = chain
+        """`target` now holds rows [0, length) of `source`."""
+        origin = self._chain(source)
+        chain = Chain(origin.root)
+        chain.extend_from(origin, length)
+        if target < len(self._chains):
+            self._chains[target] = chain
+        else:
+            self._parked[target] = chain
 
-    def free(self, slot: int) -> None:
-        """Forget all rows of a slot."""
-        self._chains[slot].truncate(0)
+    def free(self, number: int) -> None:
+        """Forget all rows of a slot or parked prefix."""
+        if number < len(self._chains):
+            self._chains[number].truncate(0)
+        else:
+            self._parked.pop(number, None)
+
+    def parked_beside(self, known: tuple[int, ...]) -> list[int]:
+        """Parked prefixes that are not in `known`."""
+        keep = dict.fromkeys(known)
+        return [number for number in self._parked if number not in keep]
 
     def check(self) -> None:
         """Assert the table's invariants."""
         for slot, chain in enumerate(self._chains):
             assert len(chain) <= self.capacity, (slot, len(chain), self.capacity)
+        parked = sum(len(chain) for chain in self._parked.values())
+        assert parked <= self.park_rows, (parked, self.park_rows)

@@ -54,27 +54,41 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class CopyRows:
-    """Copy KV rows [0, length) between two slots, before the next action."""
+    """Copy KV rows [0, length) between slots and parked prefixes, before the next action."""
 
     source: int
     target: int
     length: int
 
 
-Action: TypeAlias = Send | Forward | CopyRows
+@dataclass(frozen=True, slots=True)
+class DropRows:
+    """Give the memory of parked rows back."""
+
+    parked: int
+
+
+Action: TypeAlias = Send | Forward | CopyRows | DropRows
 
 
 class Stage:
     """One stage of one ring. At most one forward runs at a time; later frames wait in order."""
 
-    def __init__(self, ring: str, name: str, incarnation: int, info: ModelInfo) -> None:
+    def __init__(
+        self, ring: str, name: str, incarnation: int, info: ModelInfo, park_bytes: int = 0
+    ) -> None:
+        """park_bytes: host memory that parked rows may take."""
         self.ring = ring
         self.name = name
         self.info = info
-        self.slots = SlotTable(info.slots, info.capacity, info.vocabulary, info.fingerprint)
+        park_rows = park_bytes // info.row_bytes if info.row_bytes else 0
+        self.slots = SlotTable(
+            info.slots, info.capacity, info.vocabulary, info.fingerprint, park_rows
+        )
         self.epoch: int | None = None  # none before the first roll call
         self.dropped = 0  # frames that were not for this stage, or from an older epoch
         self._incarnation = incarnation
+        self._park_bytes = park_bytes
         self._running: tuple[Run, float, float] | None = None  # frame, arrived, started
         self._waiting: deque[tuple[Frame, float]] = deque()
 
@@ -122,10 +136,10 @@ class Stage:
             self._run(frame, arrived, now, actions)
         elif isinstance(frame, Copy):
             self._copy(frame, actions)
-        elif frame.slot >= len(self.slots):
-            actions.append(self._reject(frame, Refusal.RANGE, f"slot {frame.slot}"))
         else:
             self.slots.free(frame.slot)
+            if frame.slot >= len(self.slots):
+                actions.append(DropRows(frame.slot))
             actions.append(Send(frame))
 
     def _stale(self, epoch: int) -> bool:
@@ -138,6 +152,9 @@ class Stage:
             actions.append(self._whole(self.epoch, Refusal.EPOCH, detail))
             return
         self.epoch = frame.epoch
+        for parked in self.slots.parked_beside(frame.parked):
+            self.slots.free(parked)
+            actions.append(DropRows(parked))
         info = self.info
         entry = StageEntry(
             self.name,
@@ -149,6 +166,8 @@ class Stage:
             info.capacity,
             info.vocabulary,
             info.kernel,
+            info.row_bytes,
+            self._park_bytes,
         )
         actions.append(Send(replace(frame, entries=(*frame.entries, entry))))
 

@@ -174,9 +174,19 @@ class TorchModel:
     @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
         """See StageModel."""
-        for pair in self._caches.values():
-            for rows in pair:
-                rows[target, :, :length] = rows[source, :, :length]
+        for layer, (keys, values) in self._caches.items():
+            here = self._parked.get(source)
+            pair = (keys[source], values[source]) if here is None else here[layer]
+            if target < self._slots:
+                keys[target, :, :length] = pair[0][:, :length]
+                values[target, :, :length] = pair[1][:, :length]
+            else:
+                parked = self._parked.setdefault(target, {})
+                parked[layer] = tuple(rows[:, :length].to("cpu", copy=True) for rows in pair)
+
+    def drop(self, parked: int) -> None:
+        """See StageModel."""
+        self._parked.pop(parked, None)
 
     # ---- construction ----------------------------------------------------------------------------
 
@@ -186,6 +196,8 @@ class TorchModel:
         shape = (self._slots, self._groups, self._capacity, self._size)
         self._layers: list[nn.Module] = []
         self._caches: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # host copies of keys and values [key heads, rows, head_dim], by parked number and layer
+        self._parked: dict[int, dict[int, tuple[torch.Tensor, ...]]] = {}
         if first == 0:
             self._embedding = self._read(source, EMBEDDING)
         for index in range(first, last):
@@ -256,6 +268,7 @@ class TorchModel:
             self._capacity,
             source.vocabulary,
             kernel,
+            2 * self._groups * self._size * self._dtype.itemsize * (self._last - self._first),
         )
 
     # ---- one forward -----------------------------------------------------------------------------

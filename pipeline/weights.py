@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from pipeline.families import FAMILIES, Family, family
-from pipeline.model import ModelError
+from pipeline.model import ModelError as ModelError  # noqa: PLC0414 - this module's error
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"

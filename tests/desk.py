@@ -100,11 +100,14 @@ class Desk:
         return self.core.rings["r"]
 
     def tell(self, frame: Frame, after: float = 0.0) -> list[Action]:
-        """The core takes a frame, `after` seconds from the last one; all invariants hold."""
+        """The core takes a frame, `after` seconds from the last one; all invariants hold.
+
+        Why a prompt missed is the ledger's subject: Admitted comes without it.
+        """
         self.now += after
         actions = self.core.handle(frame, self.now)
         self.core.check()
-        return actions
+        return [replace(a, miss=None) if isinstance(a, Admitted) else a for a in actions]
 
     def tick(self, after: float = 0.0) -> list[Action]:
         return self.tell(Tick(), after)
@@ -137,7 +140,7 @@ class Desk:
     def answer(self, entries: Sequence[StageEntry] | None = None) -> list[Action]:
         """The roll call of the current epoch comes round."""
         found = self.entries() if entries is None else tuple(entries)
-        return self.tell(RollCall("r", self.ring.epoch, found))
+        return self.tell(RollCall("r", self.ring.epoch, (), found))
 
     def probe(self, actions: list[Action]) -> list[Action]:
         """The self-check's two frames go round; what the second verdict made."""

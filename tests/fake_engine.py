@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 
 from coord.actions import Admitted, Failed, Finished, Tokens, TurnError
 from coord.gateway import Limits
-from coord.reply import Event
+from coord.http.reply import Event
 from transport.frame import Sampling
 
 Step = Event | float  # an event, or seconds to wait before the next one
+
+LIMITS = Limits(512, ("toy",))
 
 
 @dataclass
@@ -63,7 +65,7 @@ class FakeEngine:
 
     script: Sequence[Step] = ()
     refusal: TurnError | None = None
-    limits: Limits = Limits(512, ("toy",))
+    limits: Limits = LIMITS
     is_ready: tuple[bool, str] = (True, "")
     values: dict[str, float] = field(default_factory=dict)
     submitted: list[Submitted] = field(default_factory=list)

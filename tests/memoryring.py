@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from coord.actions import Action, Admitted, Failed, Finished, Send, Tokens
 from coord.scheduler import Scheduler
 from pipeline.model import ToyModel
-from pipeline.stage import CopyRows, Forward, Stage
+from pipeline.stage import CopyRows, DropRows, Forward, Stage
 from pipeline.stage import Send as StageSend
 from transport.chain import root_hash
 from transport.codec import decode, encode
@@ -131,7 +131,8 @@ class MemoryRing:
         return toy(self.layers[index], slots=self.slots, capacity=self.limits.max_model_len)
 
     def _stage(self, index: int) -> Stage:
-        return Stage("r", self.names[index], self.incarnations[index], self.models[index].info)
+        info, park = self.models[index].info, self.limits.park_bytes
+        return Stage("r", self.names[index], self.incarnations[index], info, park)
 
     # ---- clients -------------------------------------------------------------------------------
 
@@ -237,6 +238,8 @@ class MemoryRing:
                     self.forwards[index] = action
                 case CopyRows():
                     self.models[index].copy(action.source, action.target, action.length)
+                case DropRows():
+                    self.models[index].drop(action.parked)
         stage.check()
 
     def pump(self, choose: Callable[[list[int]], int] | None = None, most: int = 100_000) -> None:

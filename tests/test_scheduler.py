@@ -345,4 +345,4 @@ def test_the_next_turn_waits_for_a_draining_slot() -> None:
         Admitted(2, "r", 0, prompt=2, matched=0),
         desk.run(4, prefill(2, 0, (), (7, 8), want=1)),
     ]
-    assert desk.core.totals.evictions == 1
+    assert desk.ring.ledger.evictions == {"evicted": 1}

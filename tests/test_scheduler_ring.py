@@ -136,7 +136,7 @@ def test_an_unanswered_roll_call_is_sent_again_in_a_new_epoch() -> None:
     desk.beats()
     assert desk.tick(RETRY_S / 2) == []
     assert desk.tick(RETRY_S / 2) == [Send(RollCall("r", 2))]
-    assert desk.tell(RollCall("r", 1, desk.entries())) == []
+    assert desk.tell(RollCall("r", 1, (), desk.entries())) == []
     assert (desk.ring.phase, desk.ring.stats.stale) == (Phase.FORMING, 1)
     assert len(desk.answer()) == 1
 

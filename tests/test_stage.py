@@ -115,7 +115,9 @@ def test_roll_call_adopts_the_epoch_and_adds_the_stage(role: str) -> None:
     me = StageEntry("me", 7, LAYERS[role], 6, PRINT, SLOTS, CAPACITY, VOCABULARY, "toy")
     stage = fresh(role)
     assert stage.epoch is None
-    assert stage.handle(RollCall("r", 4, (before,)), 0.0) == [Send(RollCall("r", 4, (before, me)))]
+    assert stage.handle(RollCall("r", 4, (), (before,)), 0.0) == [
+        Send(RollCall("r", 4, (), (before, me)))
+    ]
     assert stage.epoch == 4
 
 
@@ -422,43 +424,7 @@ def test_an_empty_frame_goes_on(role: str) -> None:
     assert ready(role).handle(run(1), 0.0) == [Send(answer)]
 
 
-# ---- copy, free, and what passes through ---------------------------------------------------------
-
-
-def test_copy_forks_a_prefix() -> None:
-    stage = wrote(ready(), 1, 2, 3)
-    fork = replace(copy(2, (1, 2)), done=("s0",))
-    assert stage.handle(fork, 0.0) == [CopyRows(0, 1, 2), Send(replace(fork, done=("s0", "me")))]
-    assert [stage.slots.length(slot) for slot in range(3)] == [3, 2, 0]
-    on = run(2, segment(7, after=(1, 2), slot=1), segment(4, after=(1, 2, 3)))
-    assert stage.handle(on, 0.0) == [Forward(on, None)]
-
-
-@pytest.mark.parametrize(
-    ("bad", "code", "detail"),
-    [
-        (copy(3, (1, 2, 3)), Refusal.GAP, "slot 0 holds 2 rows, the frame names 3"),
-        (copy(2, (1, 9)), Refusal.CONTENT, "slot 0 holds another text in rows [0, 2)"),
-        (copy(2, (1, 2), source=3), Refusal.RANGE, "slot 3 of 3"),
-        (copy(2, (1, 2), target=3), Refusal.RANGE, "slot 3 of 3"),
-        (copy(2, (1, 2), target=0), Refusal.RANGE, "slot 0 onto itself"),
-    ],
-    ids=["gap", "content", "source", "target", "itself"],
-)
-def test_a_copy_that_cannot_be_made_is_refused(bad: Copy, code: Refusal, detail: str) -> None:
-    """CASES 8: the frame does not go on, so no later stage copies either."""
-    stage = wrote(wrote(ready(), 1, 2), 6, 6, 6, slot=1)
-    assert stage.handle(bad, 0.0) == [refusal(5, code, detail, 9, bad.target)]
-    assert [stage.slots.length(slot) for slot in range(3)] == [2, 3, 0]
-
-
-def test_free_forgets_and_goes_on() -> None:
-    stage = wrote(ready(), 1, 2)
-    assert stage.handle(Free("r", 1, 5, 0), 0.0) == [Send(Free("r", 1, 5, 0))]
-    gap = refusal(6, Refusal.GAP, "slot 0 holds 0 rows, the frame names 2")
-    assert stage.handle(run(6, segment(3, after=(1, 2))), 0.0) == [gap, nothing(6)]
-    out = refusal(7, Refusal.RANGE, "slot 3", turn=None, slot=None)
-    assert stage.handle(Free("r", 1, 7, 3), 0.0) == [out]
+# ---- what passes through ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("epoch", [0, 1, 2])

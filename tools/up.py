@@ -106,9 +106,7 @@ def _plan(wanted: Options, folder: Path) -> Config:
     """One ring on this machine: layers split evenly, links in the run's folder."""
     path, total, longest = _model(wanted.model)
     if wanted.stages > total:
-        raise ToolError(
-            f"--stages {wanted.stages}: the model has only {total} layers", code=USAGE
-        )
+        raise ToolError(f"--stages {wanted.stages}: the model has only {total} layers", code=USAGE)
     length = wanted.max_model_len or min(longest, DEFAULT_CONTEXT)
     if length > longest:
         raise ToolError(
@@ -212,7 +210,9 @@ def _greet(wanted: Options, config: Config) -> None:
     }
     key = " -H 'Authorization: Bearer KEY'" if wanted.api_key else ""
     print(f"{config.model.name} ({config.model.dtype}) is ready at {url}")
-    print(f"  stages: {layers}; {config.limits.slots} slots of {config.limits.max_model_len} tokens")
+    print(
+        f"  stages: {layers}; {config.limits.slots} slots of {config.limits.max_model_len} tokens"
+    )
     print(
         f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' "
         f"-d '{json.dumps(body)}'"

@@ -70,6 +70,12 @@ class Chain:
         self._tokens += other._tokens[start * TOKEN_BYTES : end * TOKEN_BYTES]
         self._digests += other._digests[start * DIGEST_BYTES : end * DIGEST_BYTES]
 
+    def clone(self) -> Chain:
+        """An independent copy."""
+        twin = Chain(self.root)
+        twin.extend_from(self, len(self))
+        return twin
+
     def truncate(self, length: int) -> None:
         """Drop everything at or after `length`; a no-op when the chain is not longer."""
         del self._tokens[length * TOKEN_BYTES :]

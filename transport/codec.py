@@ -31,6 +31,7 @@ from transport.frame import (
     Free,
     FreeSlot,
     Heartbeat,
+    KeepSlot,
     Kind,
     LinkGap,
     Ping,
@@ -59,6 +60,7 @@ MAX_SEGMENTS = 1024  # turns in one frame
 MAX_TOKENS = 1 << 20  # tokens of one segment or prompt
 MAX_STAGES = 256  # stages in one ring: timings and roll-call entries
 MAX_ROWS = 1 << 16  # positions of one Result with logprobs; the longest list of all
+MAX_PARKED = 1 << 16  # parked prefixes that one coordinator knows
 MAX_TOP = 64  # most likely tokens listed per position
 MAX_TEXT = 4096  # characters of a detail
 MAX_NAME = 128
@@ -296,6 +298,7 @@ _SEGMENT = _record(
 )
 _ENVELOPE = _record(Envelope, _NAME, _SERIAL, _SERIAL)[1]
 _TIMINGS = _many(_record(Timing, _NAME, _SERIAL, _SERIAL), 0, MAX_STAGES)
+_KEEP = _real(0.0, 1e9)
 _LOGPROB = _real(-math.inf, 0.0)
 _TOP = _many(_pair(_COUNT, _LOGPROB), 0, MAX_TOP)
 _RESULT = _record(
@@ -319,6 +322,8 @@ _ENTRY = _record(
     _COUNT,
     _COUNT,
     _TEXT,
+    _SERIAL,
+    _SERIAL,
 )
 
 _CODECS: dict[str, _Codec] = {
@@ -343,7 +348,7 @@ _CODECS: dict[str, _Codec] = {
             _optional(_SERIAL),
             _optional(_COUNT),
         ),
-        RollCall: (_NAME, _SERIAL, _many(_ENTRY, 0, MAX_STAGES)),
+        RollCall: (_NAME, _SERIAL, _many(_COUNT, 0, MAX_PARKED), _many(_ENTRY, 0, MAX_STAGES)),
         Copy: (
             _NAME,
             _SERIAL,
@@ -367,13 +372,14 @@ _CODECS: dict[str, _Codec] = {
             _SERIAL,
             _SERIAL,
         ),
-        Submit: (_SERIAL, _tokens(0), _COUNT, _tokens(0), _SAMPLING, _SALT, _flag()),
+        Submit: (_SERIAL, _tokens(0), _COUNT, _tokens(0), _SAMPLING, _SALT, _flag(), _NAME, _KEEP),
         Cancel: (_SERIAL, _TEXT),
         Tick: (),
         Forwarded: (_SERIAL, _SERIAL, _optional(_tensor()), _RESULTS),
         LinkGap: (_NAME, _SERIAL, _SERIAL),
         StageLost: (_NAME, _NAME, _TEXT),
         FreeSlot: (_NAME, _COUNT),
+        KeepSlot: (_NAME, _COUNT, _KEEP),
     }.items()
 }
 

@@ -62,7 +62,9 @@ class Limits:
 
     max_model_len: tokens of prompt and reply. window_frames: Runs in flight per ring, None for
     stages + 1. frame_timeout_s: a frame without a verdict for this long counts as lost.
-    resume_s: a turn whose ring was lost fails when no ring is ready after this long.
+    idle_ttl_s: rows that nobody has used for so long are freed, 0 for never. park_bytes: host
+    memory per stage for rows of conversations that lost their slot. resume_s: a turn whose ring was
+    lost fails when no ring is ready after this long.
     """
 
     slots: int = 4
@@ -74,6 +76,8 @@ class Limits:
     lost_after_s: float = 5.0
     frame_timeout_s: float = 30.0
     resume_s: float = 60.0
+    idle_ttl_s: float = 0.0
+    park_bytes: int = 0
     send_timeout_s: float = 10.0
     max_frame_bytes: int = MAX_PAYLOAD_BYTES
 
@@ -356,6 +360,8 @@ def _limits(table: _Table) -> Limits:
         lost_after_s=table.seconds("lost_after_s", 0.02, 86400, base.lost_after_s),
         frame_timeout_s=table.seconds("frame_timeout_s", 0.1, 86400, base.frame_timeout_s),
         resume_s=table.seconds("resume_s", 0.1, 86400, base.resume_s),
+        idle_ttl_s=table.seconds("idle_ttl_s", 0.0, 1e9, base.idle_ttl_s),
+        park_bytes=table.integer("park_bytes", 0, 1 << 50, base.park_bytes),
         send_timeout_s=table.seconds("send_timeout_s", 0.1, 86400, base.send_timeout_s),
         max_frame_bytes=table.integer(
             "max_frame_bytes", 1 << 20, MAX_PAYLOAD_BYTES, base.max_frame_bytes

@@ -157,7 +157,11 @@ class Reject:
 
 @dataclass(frozen=True, slots=True)
 class StageEntry:
-    """What a stage says of itself in a roll call. layers is [first, last) of layers_total."""
+    """What a stage says of itself in a roll call.
+
+    layers is [first, last) of layers_total. row_bytes: of one KV row of the block; park_bytes: host
+    memory for parked rows.
+    """
 
     name: str
     incarnation: int
@@ -168,20 +172,29 @@ class StageEntry:
     capacity: int
     vocabulary: int
     kernel: str
+    row_bytes: int = 0
+    park_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class RollCall:
-    """Goes round the ring; every stage adopts the epoch and adds itself."""
+    """Goes round the ring; every stage adopts the epoch and adds itself.
+
+    parked: the parked prefixes that the coordinator knows; a stage drops all others.
+    """
 
     ring: str
     epoch: int
+    parked: tuple[int, ...] = ()
     entries: tuple[StageEntry, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
     """Fork rows [0, length) of slot `source` into slot `target` on every stage.
+
+    Numbers from the stage's slot count on are parked prefixes in host memory: as a target one is
+    made, as a source it is restored; turn 0 stands for no turn.
 
     parent_hash is h[length - 1]. A stage that does not hold it refuses; the frame itself comes back
     to the coordinator as the acknowledgement, with `done` naming the stages that copied.
@@ -200,7 +213,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Forget a slot's rows on every stage; comes back to the coordinator as the acknowledgement."""
+    """Forget a slot's (or a parked prefix's) rows on every stage; comes back as acknowledgement."""
 
     ring: str
     epoch: int
@@ -246,7 +259,9 @@ class Heartbeat:
 class Submit:
     """The gateway -> scheduler: start a turn. Token ids in, so that the core knows no text.
 
-    budget: at most this many tokens are generated. stops: token ids that end the turn.
+    budget: at most this many tokens are generated. stops: token ids that end the turn. salt: of the
+    chain's root; prompts under different salts never share. hint: names the session, so that its
+    own old branch may be overwritten. keep_s: the slot should not be given up for so long after.
     """
 
     turn: int
@@ -256,6 +271,8 @@ class Submit:
     sampling: Sampling = GREEDY
     salt: bytes = b""
     reuse: bool = True
+    hint: str = ""
+    keep_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,14 +321,23 @@ class StageLost:
 
 @dataclass(frozen=True, slots=True)
 class FreeSlot:
-    """An operator asks to drop what is resident in one slot."""
+    """An operator asks to drop what is resident in one slot or parked prefix."""
 
     ring: str
     slot: int
 
 
+@dataclass(frozen=True, slots=True)
+class KeepSlot:
+    """An operator asks not to give a slot up for `keep_s` seconds (0: as any other)."""
+
+    ring: str
+    slot: int
+    keep_s: float
+
+
 Wire: TypeAlias = Run | Verdict | Reject | RollCall | Copy | Free | Ping | Heartbeat
-Local: TypeAlias = Submit | Cancel | Tick | Forwarded | LinkGap | StageLost | FreeSlot
+Local: TypeAlias = Submit | Cancel | Tick | Forwarded | LinkGap | StageLost | FreeSlot | KeepSlot
 Frame: TypeAlias = Wire | Local
 
 

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from coord.actions import Admitted, Failed, Finished, Tokens, TurnError
-from coord.metrics import Metrics
+from coord.http.metrics import Metrics
 from coord.text import StopScanner
 from coord.tokenizer import Tokenizer
 
 Event: TypeAlias = Admitted | Tokens | Finished | Failed
 _FINISH = {"token": "stop", "string": "stop", "cancelled": "stop", "length": "length"}
+_QUOTED_TOKENS = 8  # of the first text that was not resident; enough to recognise a timestamp
 _TIMEOUT = "timeout"
 
 
@@ -64,7 +65,7 @@ class Wanted:
     stops: token ids that end it, never part of its text. strip: see Tokenizer.decoder.
     """
 
-    prompt: int
+    prompt: Sequence[int]
     stops: frozenset[int]
     stop_strings: tuple[str, ...]
     logprobs: bool
@@ -152,7 +153,7 @@ class Reply:
 
     def usage(self) -> dict[str, object]:
         """OpenAI's usage object. A stop token counts, as it was generated; cut text's do too."""
-        prompt = self._wanted.prompt
+        prompt = len(self._wanted.prompt)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": self.completion_tokens,
@@ -170,7 +171,8 @@ class Reply:
             "ring": place.ring if place else None,
             "slot": place.slot if place else None,
             "matched": self._matched,
-            "prefilled": self._wanted.prompt - self._matched if place else 0,
+            "prefilled": len(self._wanted.prompt) - self._matched if place else 0,
+            "first_new": self._first_new() if place else None,
             "queue_ms": self._since_submit(self._admitted_at),
             "ttft_ms": self._since_submit(first),
             "decode_ms": round(decode_s * 1e3, 3),
@@ -178,6 +180,12 @@ class Reply:
             "seed": self._wanted.seed,
             "ended_by": self.ended_by,
         }
+
+    def _first_new(self) -> dict[str, object]:
+        """Where the prompt left what was resident, so that an early miss is noticed (case 17)."""
+        at = self._matched
+        tokens = self._wanted.prompt[at : at + _QUOTED_TOKENS]
+        return {"position": at, "text": self._tokenizer.decode(tokens, special=True)}
 
     @property
     def _matched(self) -> int:

@@ -1,6 +1,6 @@
 """Owns a response that streams server-sent events, and noticing that a client has gone.
 
-Knows bytes and connections; what the events say is coord.answer's.
+Knows bytes and connections; what the events say is coord.http.answer's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from coord.errors import ClientGoneError
+from coord.http.errors import ClientGoneError
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"

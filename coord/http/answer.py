@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from coord.reply import Delta, Reply, Scored
+from coord.http.reply import Delta, Reply, Scored
 
 _FLOOR = -9999.0  # JSON has no -infinity; OpenAI writes this for impossible tokens
 

@@ -1,0 +1,1 @@
+"""The HTTP edge: request schemas, replies as JSON and SSE, errors, metrics."""

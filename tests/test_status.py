@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from tests.fakeserver import RING, FakeServer, serve
+from tools import cli
+from tools.client import Readiness
+from tools.status import BAR_CELLS, bar, render
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeServer]:
+    with serve() as server:
+        yield server
+
+
+def plain(text: str, _: str) -> str:
+    return text
+
+
+def test_a_ready_ring_as_text(fake: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["status", "--url", fake.url]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "fake · ready · up 1 min 15 s · 4,096 tokens per slot · 1 running · 0 waiting",
+        "",
+        "ring r0 · ready · epoch 3 · exact · reuse on · 2/4 frames in flight · hop 0.41 ms"
+        " · model ab12cd34ef56",
+        "  stage  layers  state                   pid   memory  busy  heard      address",
+        "  s0     0-9     ready                   4711  812 MB  43%   0.2 s ago  tcp://127.0.0.1:7000",
+        "  s1     -       loading 40% (layer 14)  -     -       -     -          -",
+        "  slot  resident                               turn  idle",
+        "  0     ████████████············  2,048/4,096  17    0 s",
+        "  1     ························  0/4,096      -     -",
+    ]
+
+
+def test_not_ready_exits_with_3(fake: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    fake.not_ready = 1
+    assert cli.run(["status", "--url", fake.url]) == 3
+    lines = capsys.readouterr().out.splitlines()
+    assert "not ready" in lines[0]
+    assert lines[1] == "  r0: waiting for s1 40%"
+
+
+def test_json_is_the_servers_own(fake: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["status", "--json", "--url", fake.url + "/v1/"]) == 0
+    assert json.loads(capsys.readouterr().out) == RING
+    fake.not_ready = 1
+    assert cli.run(["status", "--json", "--url", fake.url]) == 3
+    assert json.loads(capsys.readouterr().out) == RING
+
+
+def test_unreachable_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["status", "--url", "http://127.0.0.1:9"]) == 1
+    seen = capsys.readouterr()
+    assert seen.out == ""
+    assert seen.err.startswith("kvring: no server at")
+
+
+def test_a_wrong_key_is_said(fake: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    fake.api_key = "secret"
+    assert cli.run(["status", "--url", fake.url]) == 1
+    assert capsys.readouterr().err == "kvring: the server says 401: wrong API key\n"
+    assert cli.run(["status", "--url", fake.url, "--api-key", "secret"]) == 0
+
+
+def test_missing_and_odd_values_are_dashes() -> None:
+    ready = Readiness(ready=True, detail="", progress=None)
+    lines = render({}, ready, plain)
+    assert lines == ["- · ready · up - · - tokens per slot · - running · - waiting"]
+    odd = {
+        "turns": 5,
+        "rings": [7, {"stages": [{"layers": "x"}, None], "slots": [{"capacity": None}]}],
+    }
+    text = "\n".join(render(odd, ready, plain))
+    assert "ring - · - · epoch - · - · reuse -" in text
+
+
+def test_bar_shows_any_row_and_is_full_only_at_capacity() -> None:
+    assert bar(0, 4096).count("█") == 0
+    assert bar(1, 4096).count("█") == 1
+    assert bar(4095, 4096).count("█") == BAR_CELLS - 1
+    assert bar(4096, 4096).count("█") == BAR_CELLS
+    assert bar(1, 0) == "·" * BAR_CELLS

@@ -1,0 +1,210 @@
+"""Owns `kvring status`: GET /ring as text for a person, or as it is for a script."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+
+from tools.client import Client, Json, Readiness, integer, number
+from tools.terminal import paint
+
+NOT_READY = 3  # exit code: the server answers but has no ring to run a turn on
+BAR_CELLS = 24
+STATE_STYLES = {
+    "ready": "green",
+    "failed": "red",
+    "lost": "red",
+    "loading": "yellow",
+    "waiting": "yellow",
+    "forming": "yellow",
+    "probing": "yellow",
+}
+Painter = Callable[[str, str], str]  # (text, style) -> text
+
+
+def run_status(*, url: str, api_key: str | None, as_json: bool) -> int:
+    """Print the state of the server; 0 ready, 3 not ready, ToolError (exit 1) unreachable."""
+    with Client(url, api_key) as client:
+        readiness = client.ready()
+        ring = client.get("/ring")
+    if as_json:
+        print(json.dumps(ring, indent=2, ensure_ascii=False))
+    else:
+        print(
+            "\n".join(render(ring, readiness, lambda text, style: paint(text, style, sys.stdout)))
+        )
+    return 0 if readiness.ready else NOT_READY
+
+
+def render(body: Json, readiness: Readiness, painter: Painter) -> list[str]:
+    """The lines of text; whatever the server leaves out is shown as "-"."""
+    turns = _object(body.get("turns"))
+    state = painter("ready", "green") if readiness.ready else painter("not ready", "yellow")
+    parts = [
+        painter(_text(body.get("model")), "bold"),
+        state,
+        f"up {_duration(body.get('uptime_s'))}",
+        f"{_count(body.get('max_model_len'))} tokens per slot",
+        f"{_count(turns.get('running'))} running",
+        f"{_count(turns.get('waiting'))} waiting",
+    ]
+    lines = [" · ".join(parts)]
+    if not readiness.ready:
+        lines.append(painter(f"  {readiness}", "yellow"))
+    for ring in _objects(body.get("rings")):
+        lines += ["", *_ring(ring, painter)]
+    return lines
+
+
+def _ring(ring: Json, painter: Painter) -> list[str]:
+    frames = f"{_count(ring.get('frames_in_flight'))}/{_count(ring.get('window_frames'))}"
+    parts = [
+        f"ring {_text(ring.get('name'))}",
+        _state(ring.get("state"), painter),
+        f"epoch {_text(ring.get('epoch'))}",
+        "exact" if ring.get("exact") is True else "not exact" if "exact" in ring else "-",
+        f"reuse {_switch(ring.get('reuse'))}",
+        f"{frames} frames in flight",
+        f"hop {_decimal(ring.get('hop_ms'), 2)} ms",
+        f"model {_text(ring.get('fingerprint'))[:12]}",
+    ]
+    lines = [" · ".join(parts)]
+    if ring.get("detail"):
+        lines.append(f"  {_text(ring['detail'])}")
+    stages = _objects(ring.get("stages"))
+    if stages:
+        header = ["stage", "layers", "state", "pid", "memory", "busy", "heard", "address"]
+        lines += _table(header, [_stage(stage) for stage in stages], stages, painter)
+    slots = _objects(ring.get("slots"))
+    if slots:
+        header = ["slot", "resident", "", "turn", "idle"]
+        lines += _table(header, [_slot(slot) for slot in slots], slots, painter)
+    return lines
+
+
+def _stage(stage: Json) -> list[str]:
+    state = _text(stage.get("state"))
+    progress = number(stage.get("progress"))
+    if progress is not None and state == "loading":
+        state += f" {progress:.0%}"
+    if stage.get("detail") and state != "ready":
+        state += f" ({_text(stage['detail'])})"
+    return [
+        _text(stage.get("name")),
+        _layers(stage.get("layers")),
+        state,
+        _text(stage.get("pid")),
+        _megabytes(stage.get("rss_bytes")),
+        _percent(stage.get("busy_share")),
+        _age(stage.get("heartbeat_age_s")),
+        _text(stage.get("address")),
+    ]
+
+
+def _slot(slot: Json) -> list[str]:
+    resident, capacity = integer(slot.get("resident")) or 0, integer(slot.get("capacity")) or 0
+    return [
+        _text(slot.get("slot")),
+        bar(resident, capacity),
+        f"{resident:,}/{capacity:,}",
+        _text(slot.get("turn")),
+        _duration(slot.get("idle_s")) if resident else "-",
+    ]
+
+
+def bar(value: int, limit: int) -> str:
+    """A bar of BAR_CELLS cells; any resident token shows, and only a full slot looks full."""
+    if limit <= 0:
+        return "·" * BAR_CELLS
+    cells = min(BAR_CELLS, value * BAR_CELLS // limit)
+    if value > 0:
+        cells = max(1, cells)
+    return "█" * cells + "·" * (BAR_CELLS - cells)
+
+
+def _table(
+    header: list[str], rows: list[list[str]], items: list[Json], painter: Painter
+) -> list[str]:
+    """Columns padded to their widest cell; the state's cell is painted after the padding."""
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    lines = [painter("  " + "  ".join(_padded(header, widths)).rstrip(), "dim")]
+    for row, item in zip(rows, items, strict=True):
+        cells = _padded(row, widths)
+        if "state" in item and "state" in header:
+            at = header.index("state")
+            cells[at] = painter(cells[at], STATE_STYLES.get(str(item["state"]), "bold"))
+        lines.append("  " + "  ".join(cells).rstrip())
+    return lines
+
+
+def _padded(row: list[str], widths: list[int]) -> list[str]:
+    return [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+
+
+def _state(value: object, painter: Painter) -> str:
+    text = _text(value)
+    return painter(text, STATE_STYLES.get(text, "bold"))
+
+
+# ---- values that may be missing ------------------------------------------------------------------
+
+
+def _object(value: object) -> Json:
+    return value if isinstance(value, dict) else {}
+
+
+def _objects(value: object) -> list[Json]:
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def _layers(value: object) -> str:
+    """[first, last) as the first and the last layer of a block, counted from 0."""
+    if not isinstance(value, list) or len(value) != 2:
+        return "-"
+    first, last = integer(value[0]), integer(value[1])
+    return "-" if first is None or last is None else f"{first}-{last - 1}"
+
+
+def _text(value: object) -> str:
+    return "-" if value is None or value == "" else str(value)
+
+
+def _count(value: object) -> str:
+    count = integer(value)
+    return "-" if count is None else f"{count:,}"
+
+
+def _decimal(value: object, digits: int) -> str:
+    real = number(value)
+    return "-" if real is None else f"{real:.{digits}f}"
+
+
+def _age(value: object) -> str:
+    real = number(value)
+    return "-" if real is None else f"{real:.1f} s ago"
+
+
+def _switch(value: object) -> str:
+    return "on" if value is True else "off" if value is False else "-"
+
+
+def _percent(value: object) -> str:
+    real = number(value)
+    return "-" if real is None else f"{real:.0%}"
+
+
+def _megabytes(value: object) -> str:
+    real = number(value)
+    return "-" if real is None else f"{real / 1e6:,.0f} MB"
+
+
+def _duration(value: object) -> str:
+    seconds = number(value)
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
