@@ -363,9 +363,10 @@ class Scheduler:
 
     def _lose(self, ring: Ring, detail: str, now: float) -> None:
         """Void what is in flight; the ring's turns wait to be resumed at what they committed."""
+        served = ring.phase is RingPhase.READY
         ring.forget(detail)
         for turn in list(self.turns.values()):
-            if turn.phase is Phase.WAITING:
+            if turn.phase is Phase.WAITING and served:
                 turn.waiting_since = now  # the time to come back counts from the loss
             if turn.ring != ring.name or turn.slot is None:
                 continue
