@@ -197,7 +197,8 @@ class Scheduler:
 
     def _free(self, ring: Ring, index: int, reason: str, now: float, actions: list[Action]) -> None:
         """Give a slot or parked prefix up on every stage."""
-        ring.ledger.give_up(index, 0, reason)
+        if ring.ledger.has(index):
+            ring.ledger.give_up(index, 0, reason)
         ring.ledger.forget(index)
         actions.append(Send(ring.free(index, now)))
 
@@ -312,13 +313,24 @@ class Scheduler:
         if record is None or isinstance(record.frame, Run):
             return  # a Run's Verdict still comes, without the refused segment
         ring.settle(reject.epoch, reject.seq, type(record.frame))
-        if isinstance(record.frame, Copy) and record.frame.turn == NO_TURN:
-            ring.ledger.forget(record.frame.target)
-        elif isinstance(record.frame, Copy):
-            turn = self.turns[record.frame.turn]
-            turn.in_flight -= 1
-            self._refused(ring, turn)
-            self._drain(ring, turn, now, actions)
+        if isinstance(record.frame, Copy):
+            self._copy_refused(ring, record.frame, now, actions)
+
+    def _copy_refused(self, ring: Ring, copy: Copy, now: float, actions: list[Action]) -> None:
+        """A copy's source is not what the ledger said: give it up too, unless a turn writes there.
+
+        Stages before the one that refused have made the copy: a turn overwrites it, a parked one
+        is freed.
+        """
+        if copy.turn == NO_TURN:
+            self._free(ring, copy.target, "refused", now, actions)
+            return
+        if ring.ledger.has(copy.source) and ring.ledger.holding(copy.source).turn is None:
+            self._free(ring, copy.source, "refused", now, actions)
+        turn = self.turns[copy.turn]
+        turn.in_flight -= 1
+        self._refused(ring, turn)
+        self._drain(ring, turn, now, actions)
 
     def _refused(self, ring: Ring, turn: Turn) -> None:
         """The ledger was wrong about the turn's slot: forget it, start over there."""

@@ -170,6 +170,55 @@ def test_a_refused_fork_is_prefilled_instead() -> None:
     assert desk.core.totals.prefix_cache_hits == 0, "CASES 23: a refused match is no hit"
 
 
+def test_a_source_that_was_refused_is_not_offered_again() -> None:
+    """CASES 8: a wrong ledger costs one prefill, not one for every turn with that prefix."""
+    desk = Desk().form()
+    actions = desk.submit(1, PROMPT, budget=1)
+    for run in runs(actions):
+        desk.verdict(run, *([21] if run.segments[0].want else []))
+    source = slot_of(actions)
+    actions = desk.submit(2, (*PROMPT[:8], 50), budget=1)
+    (copy,) = [a.frame for a in actions if isinstance(a, Send) and isinstance(a.frame, Copy)]
+    assert copy.source == source
+    desk.tell(Reject("r", 1, copy.seq, "s1", Refusal.CONTENT, "no", 2, copy.target))
+    assert desk.resident(source) == ()
+
+
+def parking() -> tuple[Desk, Copy]:
+    """One slot and a park; a second conversation is parking the first."""
+    desk = Desk(slots=1, limits=replace(LIMITS, max_model_len=128, chunk_tokens=128))
+    desk.beats()
+    roomy = {"capacity": 128, "row_bytes": 1, "park_bytes": 100}
+    desk.probe(desk.answer([replace(each, **roomy) for each in desk.entries()]))  # type: ignore[arg-type]
+    (run,) = runs(desk.submit(1, tuple(range(70)), budget=1))
+    desk.verdict(run, 21)
+    actions = desk.submit(2, (5, 6), budget=1)
+    (copy,) = [a.frame for a in actions if isinstance(a, Send) and isinstance(a.frame, Copy)]
+    assert (copy.turn, copy.source, copy.target, copy.length) == (0, 0, 1, 70)
+    desk.verdict(runs(actions)[0], 22)
+    return desk, copy
+
+
+def test_a_parked_prefix_is_resident_when_its_copy_is_back() -> None:
+    desk, copy = parking()
+    desk.tell(copy)
+    assert desk.ring.ledger.holding(1).resident == 70
+    actions = desk.submit(3, (*range(70), 9), budget=1)
+    assert Admitted(3, "r", 0, prompt=71, matched=70) in actions
+    assert runs(actions)[0].segments == (prefill(3, 0, range(70), (9,), want=1),)
+
+
+def test_a_refused_park_is_freed_where_it_was_made() -> None:
+    """CASES 38: an earlier stage has copied already; its rows must not stay without an owner."""
+    desk, copy = parking()
+    actions = desk.tell(Reject("r", 1, copy.seq, "s1", Refusal.CONTENT, "no", 0, 1))
+    (sent,) = actions
+    assert isinstance(sent, Send)
+    assert isinstance(sent.frame, Free)
+    assert sent.frame.slot == 1
+    assert not desk.ring.ledger.has(1)
+
+
 # ---- answers that nobody waits for --------------------------------------------------------------
 
 
