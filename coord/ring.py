@@ -180,16 +180,21 @@ class Ring:
         self._asked_at = now
         return RollCall(self.name, self.epoch, tuple(self.ledger.parked))
 
-    def answered(self, call: RollCall, now: float) -> Run | None:
-        """A roll call came round: the self-check's first frame, or None: it can't be trusted."""
+    def answered(self, call: RollCall, now: float) -> list[Run | Free]:
+        """A roll call came round: the self-check's first frame, or none: it can't be trusted.
+
+        Before it, a Free for each parked prefix that the stages were told to keep, if the ring has
+        changed and nothing of the old ledger holds.
+        """
         if self.phase is not Phase.FORMING or call.epoch != self.epoch:
             self.stats.stale += 1
-            return None
+            return []
         self._fault = self._faults(call.entries) or ""
         if self._fault:
             self.phase, self.detail = Phase.WAITING, self._fault
-            return None
+            return []
         first = call.entries[0]
+        frames: list[Run | Free] = []
         same = [(entry.name, entry.incarnation) for entry in self.entries] == [
             (entry.name, entry.incarnation) for entry in call.entries
         ]
@@ -198,11 +203,12 @@ class Ring:
                 entry.park_bytes // entry.row_bytes if entry.row_bytes else 0
                 for entry in call.entries
             )
+            frames += [self.free(parked, now) for parked in self.ledger.parked]
             self.ledger = self._fresh_ledger(first.slots, first.capacity, park_rows)
             self.fingerprint = first.fingerprint
         self.entries = call.entries
         self.phase, self.detail = Phase.PROBING, "checking that a prefix can be reused"
-        return self._probe_run(0, now)
+        return [*frames, self._probe_run(0, now)]
 
     def _fresh_ledger(self, slots: int, capacity: int, park_rows: int) -> Ledger:
         """An empty ledger that still knows why the old one's prefixes are gone."""

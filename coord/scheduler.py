@@ -221,9 +221,7 @@ class Scheduler:
                 if broken is not None:
                     self._lose(ring, broken, now)
             case RollCall():
-                probe = ring.answered(frame, now)
-                if probe is not None:
-                    actions.append(Send(probe))
+                actions += [Send(asked) for asked in ring.answered(frame, now)]
             case Reject():
                 self._reject(ring, frame, now, actions)
             case Verdict():

@@ -23,9 +23,11 @@ from transport.config import Ring as RingSpec
 from transport.config import Stage as StageSpec
 from transport.frame import (
     Cancel,
+    Copy,
     Envelope,
     Forwarded,
     Frame,
+    Free,
     Heartbeat,
     Kind,
     LinkGap,
@@ -38,6 +40,7 @@ from transport.frame import (
     Submit,
     Tensor,
     Tick,
+    Verdict,
 )
 
 VOCABULARY = 64
@@ -134,6 +137,7 @@ class MemoryRing:
         self.stages = [self._stage(i) for i in range(stages)]
         self.replies: dict[int, Reply] = {}
         self.sent: list[Frame] = []
+        self.answers: deque[Frame] = deque(maxlen=20)  # the last ones that settled a frame
         self.rejects: list[Reject] = []
         self.believed: list[Reject] = []  # those of rows that the ledger was wrong about
         self.tamper = tamper or (lambda frame: frame)
@@ -187,6 +191,8 @@ class MemoryRing:
 
     def tell(self, frame: Frame) -> None:
         """The coordinator's core takes a frame."""
+        if isinstance(frame, (Verdict, Copy, Free)):
+            self.answers.append(frame)
         if isinstance(frame, Reject):
             self.rejects.append(frame)
             ring = self.scheduler.rings["r"]

@@ -23,6 +23,7 @@ def plans(trouble: str) -> st.SearchStrategy[Plan]:
         chunk=st.sampled_from((1, 3, 8, 16, 64)),
         window=st.sampled_from((None, 1, 2, 9)),
         park=st.sampled_from((0, 2000, 20000)),
+        rows=st.sampled_from((1, 4, 8, 64)),
         trouble=st.just(trouble),
     )
 

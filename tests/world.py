@@ -8,8 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
+import pytest
+
+import coord.admission
+import coord.ledger
 from tests.memoryring import VOCABULARY, MemoryRing, limits, serial
 from transport.chain import Chain
+from transport.frame import Copy, Frame
 
 COMMON = [7] * 30 + list(range(10, 30))  # a shared system prompt, repetitive at first
 SALTS = (b"", b"", b"", b"tenant")
@@ -19,8 +24,9 @@ SALTS = (b"", b"", b"", b"tenant")
 class Plan:
     """What a world is made of.
 
-    trouble: "none"; "restarts" of stages; "gaps": frames lost on links; "lies": the ledger claims
-    what is not there, and stages lose rows.
+    rows: from how many rows on a prefix is worth a copy, or a place in the park. trouble: "none";
+    "restarts" of stages, with stale answers repeated; "gaps": frames lost on links; "lies": the
+    ledger claims what is not there, and stages lose rows.
     """
 
     seed: int
@@ -29,6 +35,7 @@ class Plan:
     chunk: int = 8
     window: int | None = None
     park: int = 0
+    rows: int = 4
     trouble: str = "none"
 
 
@@ -80,12 +87,15 @@ class World:
     def speak(self, client: Client) -> None:
         draw = self.random
         client.history = list(self.edit(client.history))
-        client.history += [draw.randrange(VOCABULARY) for _ in range(draw.randrange(1, 20))]
+        more = draw.randrange(20) if client.history else 20  # none: the same prompt again
+        client.history += [draw.randrange(VOCABULARY) for _ in range(more)]
         client.prompt, client.budget = tuple(client.history), draw.randrange(1, 12)
         client.stops = (draw.randrange(VOCABULARY),) if draw.random() < 0.3 else ()
         client.truth = serial(client.prompt, client.budget, client.stops)
         client.cancelled = False
         client.salt = draw.choice(SALTS)
+        if self.plan.trouble == "lies" and draw.random() < 0.4:
+            self.lie(client)
         reuse = draw.random() < 0.9
         client.turn = self.ring.submit(
             client.prompt, client.budget, client.stops, reuse=reuse, salt=client.salt
@@ -98,7 +108,8 @@ class World:
         assert tuple(reply.tokens) == truth[: len(reply.tokens)]
         if not reply.over:
             return
-        assert reply.failed is None or reply.failed.code in ("not_ready", "ring_lost"), reply
+        fair = ("not_ready", "ring_lost", *(["rows_refused"] * (self.plan.trouble == "lies")))
+        assert reply.failed is None or reply.failed.code in fair, reply
         if not client.cancelled and reply.failed is None:
             assert tuple(reply.tokens) == truth
             stopped = bool(truth) and truth[-1] in client.stops
@@ -114,32 +125,39 @@ class World:
             case "restarts":
                 if draw.random() < 0.01:
                     ring.restart(draw.randrange(self.plan.stages), told=draw.random() < 0.5)
+                if draw.random() < 0.03 and ring.answers:
+                    ring.tell(draw.choice(ring.answers))
             case "gaps":
-                if draw.random() < 0.02:
+                copying = [k for k, link in enumerate(ring.links) if link and is_copy(link[0])]
+                if copying and draw.random() < 0.1:
+                    ring.lose(draw.choice(copying), 1)
+                elif draw.random() < 0.02:
                     ring.lose(draw.randrange(self.plan.stages + 1), draw.randrange(1, 4))
             case "lies":
-                if draw.random() < 0.06:
-                    self.lie()
-                if draw.random() < 0.01:
-                    index = draw.randrange(self.plan.stages)
-                    if ring.forwards[index] is None:
-                        ring.stages[index].slots.free(draw.randrange(self.plan.slots))
+                index = draw.randrange(self.plan.stages)
+                if draw.random() < 0.04 and ring.forwards[index] is None:
+                    ring.stages[index].slots.free(draw.randrange(self.plan.slots))
         if self.plan.trouble != "none" and draw.random() < 0.02:
             ring.wait(draw.choice((0.3, 1.1)))
 
-    def lie(self) -> None:
-        """The ledger says of a slot that it holds what some client will ask for next."""
+    def lie(self, client: Client) -> None:
+        """The ledger says that a free slot holds what the client asks for next, and more.
+
+        About as many rows as the slot has, so that it is a gap or another text; often nothing else
+        is claimed, so that the lie is what will be reused.
+        """
         draw, ledger = self.random, self.ring.scheduler.rings["r"].ledger
-        client = draw.choice(self.clients)
         free = [index for index, slot in enumerate(ledger.slots) if slot.turn is None]
-        if not free or not client.history:
+        if not free:
             return
         slot = draw.choice(free)
-        claimed = ledger.holding(slot).resident + draw.choice((0, 1, draw.randrange(9)))
-        ledger.forget(slot)
-        length = min(claimed, len(client.history))
-        if length:
-            ledger.extend(slot, Chain(self.ring.root(client.salt), client.history), length)
+        rows = self.ring.stages[0].slots.length(slot) + draw.choice((0, 0, 1, 3))
+        claimed = [*client.prompt[:rows], *([0] * draw.choice((0, 5)))]
+        for index in free if draw.random() < 0.7 else [slot]:
+            ledger.forget(index)
+        if claimed:
+            chain = Chain(self.ring.root(client.salt), claimed)
+            ledger.extend(slot, chain, len(claimed))
 
     # ---- time ----
 
@@ -178,19 +196,36 @@ class World:
         assert not self.ring.scheduler.turns
         assert not any(self.ring.scheduler.rings["r"].in_flight.values())
         self.ring.audit()
+        ledger = self.ring.scheduler.rings["r"].ledger
+        for stage in self.ring.stages:
+            assert not stage.slots.parked_beside(tuple(ledger.parked)), "rows without an owner"
 
     def follow_up(self) -> None:
         """A clean turn after a clean turn reuses prompt + committed - 1 rows (DESIGN 4)."""
         prompt = [*self.clients[0].history, 5]
         known = [*prompt, *self.ring.ask(prompt, 4).tokens]
         after = self.ring.ask([*known, 1, 2, 3], 3)
-        if len(known) > 8 or after.admitted[0].matched:  # a shorter prefix is not worth a copy
+        if (
+            len(known) > self.plan.rows or after.admitted[0].matched
+        ):  # a shorter prefix is not worth a copy
             assert after.admitted[0].matched == len(known) - 1
         assert tuple(after.tokens) == serial([*known, 1, 2, 3], 3)
 
 
+def is_copy(frame: Frame) -> bool:
+    return isinstance(frame, Copy)
+
+
 def visit(plan: Plan, steps: int = 120) -> None:
     """Play a world and assert all that must hold of it."""
+    with pytest.MonkeyPatch.context() as patcher:
+        patcher.setattr(coord.ledger, "FORK_ROWS", plan.rows)
+        patcher.setattr(coord.admission, "FORK_ROWS", plan.rows)
+        patcher.setattr(coord.ledger, "PARK_ROWS", plan.rows)
+        _visit(plan, steps)
+
+
+def _visit(plan: Plan, steps: int) -> None:
     world = World(plan)
     world.play(steps)
     world.rest()
