@@ -7,13 +7,14 @@ the asyncio shell (coord.coordinator), the simulator, or the replayer.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from coord.actions import Action, Admitted, Failed, Finished, Send, Tokens
 from coord.admission import Choice, choose, leader, waits_behind
-from coord.draft import MAX_DRAFT, Drafter, accepted, worthwhile
+from coord.batch import ahead, certain
+from coord.counters import Totals
+from coord.draft import Drafter, accepted
 from coord.ledger import Miss
-from coord.ring import PROBE_TURN, InFlight, Ring
+from coord.ring import PROBE_TURN, InFlight, Ring, fits
 from coord.ring import Phase as RingPhase
 from coord.turn import Phase, Turn
 from transport.chain import root_hash
@@ -43,22 +44,6 @@ from transport.frame import (
 
 NO_TURN = PROBE_TURN  # the owner of copies that no turn waits for
 MAX_REFUSALS = 3  # of one turn's rows before it fails: a cold start can't be refused for content
-
-
-@dataclass(slots=True)
-class Totals:
-    """Counters since the process began; the names are those of GET /metrics."""
-
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
-    prefilled_tokens: int = 0  # rows sent as prefill, a turn's own resume included
-    copied_rows: int = 0
-    drafts_accepted: int = 0
-    drafts_rejected: int = 0
-    drafts_wasted: int = 0  # rows of frames behind a wrong draft
-    resumed: int = 0
 
 
 class Scheduler:
@@ -202,12 +187,15 @@ class Scheduler:
         ring = self.rings.get(request.ring)
         if ring is None or ring.phase is not RingPhase.READY:
             return
+        if ring.freeing(request.slot):
+            return
         if ring.ledger.has(request.slot) and ring.ledger.holding(request.slot).turn is None:
             self._free(ring, request.slot, "request", now, actions)
 
     def _free(self, ring: Ring, index: int, reason: str, now: float, actions: list[Action]) -> None:
         """Give a slot or parked prefix up on every stage."""
-        ring.ledger.give_up(index, 0, reason)
+        if ring.ledger.has(index):
+            ring.ledger.give_up(index, 0, reason)
         ring.ledger.forget(index)
         actions.append(Send(ring.free(index, now)))
 
@@ -230,25 +218,23 @@ class Scheduler:
                 if broken is not None:
                     self._lose(ring, broken, now)
             case RollCall():
-                probe = ring.answered(frame, now)
-                if probe is not None:
-                    actions.append(Send(probe))
+                actions += [Send(asked) for asked in ring.answered(frame, now)]
             case Reject():
                 self._reject(ring, frame, now, actions)
             case Verdict():
-                record = ring.settle(frame.epoch, frame.seq)
+                record = ring.settle(frame.epoch, frame.seq, Run)
                 if record is not None:
                     self._verdict(ring, record, frame, now, actions)
             case Copy():
-                record = ring.settle(frame.epoch, frame.seq)
+                record = ring.settle(frame.epoch, frame.seq, Copy)
                 if record is not None:
-                    self._copied(ring, record, frame, now, actions)
+                    self._copied(ring, record, now, actions)
             case Ping():
-                record = ring.settle(frame.epoch, frame.seq)
+                record = ring.settle(frame.epoch, frame.seq, Ping)
                 if record is not None:
                     ring.stats.hop_s = now - record.sent_at
             case Free():
-                ring.settle(frame.epoch, frame.seq)
+                ring.settle(frame.epoch, frame.seq, Free)
 
     def _verdict(
         self, ring: Ring, record: InFlight, verdict: Verdict, now: float, actions: list[Action]
@@ -257,15 +243,17 @@ class Scheduler:
         ring.timed(record.frame, verdict, now - record.sent_at)
         results = {result.turn: result for result in verdict.results}
         for segment, guess in zip(record.frame.segments, record.guesses, strict=True):
+            result = results.get(segment.turn)
+            if result is not None and not fits(result, segment):
+                result = None  # nonsense: as good as no answer
             if segment.turn == PROBE_TURN:
-                probe = ring.probed(verdict, now)
+                probe = ring.probed(result, now)
                 if probe is not None:
                     actions.append(Send(probe))
                 return
             turn = self.turns[segment.turn]
             turn.in_flight -= 1
-            result = results.get(segment.turn)
-            if result is None or len(result.tokens) != segment.want:
+            if result is None:
                 self._refused(ring, turn)
             elif guess != turn.guess:
                 self.totals.drafts_wasted += len(segment.tokens)
@@ -290,8 +278,9 @@ class Scheduler:
             self.totals.prefix_cache_queries += len(turn.submit.prompt)
             self.totals.prefix_cache_hits += segment.start
         if not segment.want or turn.phase is Phase.DRAINING:
-            if segment.kind is Kind.PREFILL:
-                ring.ledger.extend(segment.slot, turn.chain, segment.end)
+            known = min(segment.end, turn.known)
+            if known > segment.start:
+                ring.ledger.extend(segment.slot, turn.chain, known)
             return None
         turn.ahead -= 1
         assert segment.end - segment.want == turn.known - 1, (segment, turn)
@@ -312,9 +301,9 @@ class Scheduler:
         actions.append(Tokens(turn.id, tokens[:count], logprobs[:count], top[:count]))
         return reason
 
-    def _copied(
-        self, ring: Ring, record: InFlight, copy: Copy, now: float, actions: list[Action]
-    ) -> None:
+    def _copied(self, ring: Ring, record: InFlight, now: float, actions: list[Action]) -> None:
+        copy = record.frame
+        assert isinstance(copy, Copy), record
         assert record.chain is not None
         if copy.turn == NO_TURN:  # an eviction's rows are parked, unless they were dropped since
             if ring.ledger.has(copy.target):
@@ -335,14 +324,25 @@ class Scheduler:
         record = ring.in_flight.get(reject.seq) if reject.epoch == ring.epoch else None
         if record is None or isinstance(record.frame, Run):
             return  # a Run's Verdict still comes, without the refused segment
-        ring.settle(reject.epoch, reject.seq)
-        if isinstance(record.frame, Copy) and record.frame.turn == NO_TURN:
-            ring.ledger.forget(record.frame.target)
-        elif isinstance(record.frame, Copy):
-            turn = self.turns[record.frame.turn]
-            turn.in_flight -= 1
-            self._refused(ring, turn)
-            self._drain(ring, turn, now, actions)
+        ring.settle(reject.epoch, reject.seq, type(record.frame))
+        if isinstance(record.frame, Copy):
+            self._copy_refused(ring, record.frame, now, actions)
+
+    def _copy_refused(self, ring: Ring, copy: Copy, now: float, actions: list[Action]) -> None:
+        """A copy's source is not what the ledger said: give it up too, unless a turn writes there.
+
+        Stages before the one that refused have made the copy: a turn overwrites it, a parked one
+        is freed.
+        """
+        if copy.turn == NO_TURN:
+            self._free(ring, copy.target, "refused", now, actions)
+            return
+        if ring.ledger.has(copy.source) and ring.ledger.holding(copy.source).turn is None:
+            self._free(ring, copy.source, "refused", now, actions)
+        turn = self.turns[copy.turn]
+        turn.in_flight -= 1
+        self._refused(ring, turn)
+        self._drain(ring, turn, now, actions)
 
     def _refused(self, ring: Ring, turn: Turn) -> None:
         """The ledger was wrong about the turn's slot: forget it, start over there."""
@@ -387,9 +387,10 @@ class Scheduler:
 
     def _lose(self, ring: Ring, detail: str, now: float) -> None:
         """Void what is in flight; the ring's turns wait to be resumed at what they committed."""
+        served = ring.phase is RingPhase.READY
         ring.forget(detail)
         for turn in list(self.turns.values()):
-            if turn.phase is Phase.WAITING:
+            if turn.phase is Phase.WAITING and served:
                 turn.waiting_since = now  # the time to come back counts from the loss
             if turn.ring != ring.name or turn.slot is None:
                 continue
@@ -483,7 +484,7 @@ class Scheduler:
         """While the ring has room: every ready decode segment, then prefill, then speculation."""
         while ring.room():
             mine = [turn for turn in self.turns.values() if turn.ring == ring.name]
-            segments = self._certain(ring, mine) or self._ahead(ring, mine)
+            segments = certain(ring, mine, self.limits) or ahead(ring, mine)
             if not segments:
                 return
             for segment in segments:
@@ -492,39 +493,3 @@ class Scheduler:
                     self.totals.prefilled_tokens += len(segment.tokens)
             guesses = tuple(self.turns[segment.turn].guess for segment in segments)
             actions.append(Send(ring.run(tuple(segments), now, guesses)))
-
-    def _certain(self, ring: Ring, mine: list[Turn]) -> list[Segment]:
-        """A frame of work that is surely needed; drafts ride along as far as they pay.
-
-        While a turn decodes, prefill comes in smaller chunks, so that its gaps stay short.
-        """
-        ready = [turn for turn in mine if turn.decoding and turn.ready]
-        limits = self.limits
-        decodes = any(turn.decoding and turn.phase is Phase.RUNNING for turn in mine)
-        left = limits.shared_chunk_tokens if decodes else limits.chunk_tokens
-        prefill: list[Segment] = []
-        for turn in mine:
-            segment = None if turn.decoding else turn.next_segment(left)
-            if segment is not None:
-                prefill.append(segment)
-                left -= len(segment.tokens)
-        rows = len(ready) + sum(len(segment.tokens) for segment in prefill)
-        for turn in sorted(ready, key=lambda turn: -turn.acceptance.rate):
-            rows += self._draft(ring, turn, rows)
-        found = [turn.next_segment(1 + MAX_DRAFT) for turn in ready]
-        return [segment for segment in found if segment is not None] + prefill
-
-    def _ahead(self, ring: Ring, mine: list[Turn]) -> list[Segment]:
-        """A frame of guesses alone: behind a turn's frames in flight, as deep as it was right."""
-        segments: list[Segment] = []
-        for turn in mine:
-            if 0 < turn.ahead < turn.acceptance.depth and self._draft(ring, turn, 0):
-                segment = turn.next_segment(MAX_DRAFT)
-                if segment is not None:
-                    segments.append(segment)
-        return segments
-
-    def _draft(self, ring: Ring, turn: Turn, rows: int) -> int:
-        latency = 0.0 if ring.in_flight else ring.round_s
-        rate = turn.acceptance.rate
-        return turn.speculate(worthwhile(rate, rows, ring.frame_s, ring.row_s, latency))
