@@ -228,7 +228,8 @@ class GgufSource(Source):
         full = f"{self._architecture}.{key}"
         value = self._metadata.get(full, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ModelError(f"{self.path}: {full} is {'missing' if value is None else value!r}")
+            what = "missing" if value is None else f"{value!r}, not a number"
+            raise ModelError(f"{self.path}: {full} is {what}")
         return value
 
     def _config_values(self, entries: dict[str, Entry], tied: bool) -> dict[str, Any]:
