@@ -163,6 +163,9 @@ class Source:
                 state.update(
                     entry.file.data[at : min(at + SAMPLE_BYTES, entry.offset + entry.size)]
                 )
+        # A fault maps 64 KiB around it: these samples alone would keep 70 MB of a 94 MB file.
+        for file in {entry.file.path: entry.file for entry in self.entries.values()}.values():
+            file.release(0, len(file.data))
         return state.digest()
 
     def _load(self, entry: Entry, dtype: torch.dtype) -> torch.Tensor:
