@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--schedules", type=int, default=10)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     source = open_model(options.model)
     rng = random.Random(options.seed)

@@ -20,7 +20,7 @@ ROWS = (1, 8, 16, 32, 64, 512)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--context", type=int, default=600)
     parser.add_argument("--repeats", type=int, default=7)
     options = parser.parse_args()
@@ -52,7 +52,7 @@ def main() -> None:
     print(f"ms per forward, context {options.context}, {options.threads} threads")
     print("| | " + " | ".join(f"n={rows}" for rows in ROWS) + " |")
     print("|---" * (len(ROWS) + 1) + "|")
-    for (dtype, exact), model in models.items():
+    for dtype, exact in models:
         name = f"{str(dtype).removeprefix('torch.')} {'exact' if exact else 'plain'}"
         cells = " | ".join(f"{best[dtype, exact, rows]:.0f}" for rows in ROWS)
         print(f"| {name} | {cells} |")

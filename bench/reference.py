@@ -9,6 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -60,14 +61,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--prompts", type=int, default=len(PROMPTS))
     options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     source = open_model(options.model)
     total = source.layers_total
     cuts = (0, total // 3, total * 2 // 3, total)
     blocks = [
         TorchModel(source, cut, slots=1, capacity=2048, dtype=torch.float32)
-        for cut in zip(cuts, cuts[1:], strict=False)
+        for cut in pairwise(cuts)
     ]
     model = reference_model(source)
     path = source.path
@@ -85,7 +88,6 @@ def main() -> int:
             attention_mask=torch.ones_like(ids),
             max_new_tokens=options.tokens,
             min_new_tokens=options.tokens,
-            eos_token_id=-1,
             pad_token_id=0,
             do_sample=False,
             output_logits=True,
