@@ -136,8 +136,12 @@ class Ring:
             beat, at = self.heartbeats.get(stage.name, (None, 0.0))
             if beat is None:
                 faults.append(f"stage {stage.name} ({stage.address}) has not been heard of")
+            elif beat.state is StageState.FAILED:  # its last word, however long ago
+                faults.append(f"stage {stage.name} is failed: {beat.detail}")
             elif now >= at + self.limits.lost_after_s:  # the sum that deadline() gives
-                faults.append(f"stage {stage.name} was last heard of {now - at:.1f} s ago")
+                # no running clock in the text: every change of it is logged
+                silent_s = self.limits.lost_after_s
+                faults.append(f"stage {stage.name} was last heard of over {silent_s:g} s ago")
             elif beat.state is not StageState.READY:
                 faults.append(f"stage {stage.name} is {beat.state.value}: {beat.detail}")
         return "; ".join(faults) or None

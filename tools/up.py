@@ -25,7 +25,18 @@ from tools.errors import USAGE, ToolError
 from tools.pull import resolve_model
 from tools.serve import listen
 from tools.terminal import ProgressLine
-from transport.config import TOY, Config, Coordinator, Limits, Model, Ring, Stage, dumps
+from transport.config import (
+    TOY,
+    Config,
+    ConfigError,
+    Coordinator,
+    Limits,
+    Model,
+    Ring,
+    Stage,
+    dumps,
+    loads,
+)
 
 STOP_S = 10.0  # for a process to end after SIGTERM; then it is killed
 POLL_S = 0.1
@@ -115,7 +126,7 @@ def run_up(**options: object) -> int:
     try:
         config = _plan(wanted, folder)
         file = folder / "ring.toml"
-        file.write_text(dumps(config))
+        file.write_text(_checked(dumps(config), folder))
         _start(wanted, config, file, children, interrupts)
         _wait_ready(config, children)
         _greet(wanted, config)
@@ -158,6 +169,15 @@ def _plan(wanted: Options, folder: Path) -> Config:
         Coordinator(http, wanted.drafter),
         Limits(slots=wanted.slots, max_model_len=length),
     )
+
+
+def _checked(text: str, folder: Path) -> str:
+    """The text of a ring.toml, once it is known that the children will take it."""
+    try:
+        loads(text, folder=folder, file="these options make a ring.toml that is wrong")
+    except ConfigError as error:
+        raise ToolError(str(error), code=USAGE) from None
+    return text
 
 
 def _free_address(wanted: str) -> str:
