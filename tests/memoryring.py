@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from coord.actions import Action, Admitted, Failed, Finished, Send, Tokens
+from coord.draft import Drafter, LookupDrafter
 from coord.scheduler import Scheduler
 from pipeline.model import ToyModel
 from pipeline.stage import CopyRows, DropRows, Forward, Stage
@@ -114,6 +115,7 @@ class MemoryRing:
         bounds: Limits | None = None,
         slots: int = 3,
         tamper: Callable[[Frame], Frame] | None = None,
+        drafter: Callable[[], Drafter] | None = LookupDrafter,
     ) -> None:
         self.limits = bounds or limits(slots=slots)
         cuts = [LAYERS * i // stages for i in range(stages + 1)]
@@ -129,7 +131,7 @@ class MemoryRing:
         self.names = names
         self.layers = [(cuts[i], cuts[i + 1]) for i in range(stages)]
         self.slots = slots
-        self.scheduler = Scheduler((spec,), self.limits)
+        self.scheduler = Scheduler((spec,), self.limits, drafter=drafter)
         self.links: list[deque[Frame]] = [deque() for _ in range(stages + 1)]
         self.forwards: list[Forward | None] = [None] * stages
         self.incarnations = list(range(1, stages + 1))

@@ -117,19 +117,24 @@ def _(patcher: pytest.MonkeyPatch) -> None:
 
 @mutation("rows are resident when they are sent", "gaps")
 def _(patcher: pytest.MonkeyPatch) -> None:
-    sent, extend = Scheduler._sent, Ledger.extend
+    run, extend = Ring.run, Ledger.extend
 
-    def early(self: Scheduler, ring: Ring, segment: Segment) -> None:
-        sent(self, ring, segment)
-        chain = self.turns[segment.turn].chain
-        assert chain is not None
-        extend(ring.ledger, segment.slot, chain, segment.end)
+    def early(
+        self: Ring, segments: tuple[Segment, ...], now: float, guesses: tuple[int, ...]
+    ) -> Run:
+        for segment in segments:
+            slot = self.ledger.slots[segment.slot]
+            if segment.start == 0:
+                slot.chain = Chain(segment.parent_hash)
+            if slot.chain is not None and len(slot.chain) == segment.start:
+                slot.chain.extend(segment.tokens)
+        return run(self, segments, now, guesses)
 
     def late(self: Ledger, index: int, chain: Chain, end: int) -> None:
         if self.holding(index).resident < end:
             extend(self, index, chain, end)
 
-    patcher.setattr(Scheduler, "_sent", early)
+    patcher.setattr(Ring, "run", early)
     patcher.setattr(Ledger, "extend", late)
 
 

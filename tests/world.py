@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -53,6 +54,31 @@ class Client:
     cancelled: bool = False
 
 
+class Oracle:
+    """A drafter that mostly proposes what serial decoding will pick, and sometimes something else.
+
+    Whatever a real drafter says is a special case of it.
+    """
+
+    def __init__(self, truths: dict[tuple[int, ...], tuple[int, ...]], random: Random) -> None:
+        self._truths, self._random = truths, random
+        self._prompt: tuple[int, ...] = ()
+        self._known = 0
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        if not self._prompt:
+            self._prompt = tuple(tokens)
+        else:
+            self._known += len(tokens)
+
+    def propose(self, branch: Sequence[int], count: int) -> tuple[int, ...]:
+        at = self._known + len(branch)
+        found = list(self._truths.get(self._prompt, ())[at : at + count])
+        if found and self._random.random() < 0.3:
+            found[self._random.randrange(len(found))] ^= 1
+        return tuple(found)
+
+
 class World:
     """Clients that talk to one MemoryRing in an order drawn from one seed."""
 
@@ -65,7 +91,14 @@ class World:
             window_frames=plan.window,
             park_bytes=plan.park,
         )
-        self.ring = MemoryRing(plan.stages, bounds=bounds, slots=plan.slots).form()
+        self.truths: dict[tuple[int, ...], tuple[int, ...]] = {}
+        drafters = Random(plan.seed)
+        self.ring = MemoryRing(
+            plan.stages,
+            bounds=bounds,
+            slots=plan.slots,
+            drafter=lambda: Oracle(self.truths, drafters),
+        ).form()
         self.clients = [Client([]) for _ in range(4)]
 
     def edit(self, history: list[int]) -> list[int]:
@@ -92,9 +125,11 @@ class World:
             more = 0
             del client.history[draw.randrange(len(client.history)) + 1 :]
         client.history += [draw.randrange(VOCABULARY) for _ in range(more)]
-        client.prompt, client.budget = tuple(client.history), draw.randrange(1, 12)
+        client.prompt = tuple(client.history)
+        client.budget = draw.randrange(1, 60 if draw.random() < 0.2 else 12)
         client.stops = (draw.randrange(VOCABULARY),) if draw.random() < 0.3 else ()
         client.truth = serial(client.prompt, client.budget, client.stops)
+        self.truths[client.prompt] = serial(client.prompt, client.budget)
         client.cancelled = False
         client.salt = draw.choice(SALTS)
         if self.plan.trouble == "lies" and draw.random() < 0.4:
