@@ -128,8 +128,10 @@ class World:
         client.prompt = tuple(client.history)
         client.budget = draw.randrange(1, 60 if draw.random() < 0.2 else 12)
         client.stops = (draw.randrange(VOCABULARY),) if draw.random() < 0.3 else ()
-        client.truth = serial(client.prompt, client.budget, client.stops)
-        self.truths[client.prompt] = serial(client.prompt, client.budget)
+        further = serial(client.prompt, client.budget + 4)  # drafts may go on where the turn ends
+        ends = [at for at, token in enumerate(further) if token in client.stops]
+        client.truth = further[: min([client.budget, *(at + 1 for at in ends)])]
+        self.truths[client.prompt] = further
         client.cancelled = False
         client.salt = draw.choice(SALTS)
         if self.plan.trouble == "lies" and draw.random() < 0.4:
