@@ -303,7 +303,7 @@ class MemoryRing:
         """Whatever a stage's chain says of a slot or parked prefix is what its rows really hold."""
         for model, stage in zip(self.models, self.stages, strict=True):
             first, last = model.info.layers
-            for number in (*range(self.slots), *stage.slots.parked_beside(())):
+            for number in (*range(self.slots), *stage.slots._parked):
                 held = stage.slots.tokens(number)
                 for layer, truth in enumerate(rows_of(held)[first:last]):
                     mine = model.rows(layer, number, len(held))

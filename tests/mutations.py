@@ -1,8 +1,18 @@
 """Injected bugs of the cores, and which world notices each: `python -m tests.mutations [NAME ...]`.
 
-Each mutation replaces one method while worlds are played; a mutation that no world of WORLDS
-notices is a hole in our checks. What is equivalent, and so can't be noticed, is said in the name of
-EQUIVALENT below.
+Each mutation replaces one method while worlds are played; one that no world of WORLDS notices is a
+hole in our checks. Left out, because no world could notice them:
+
+- "the ledger is not truncated when a frame is sent": it was when the turn was placed, and what is
+  resident ends before the last committed token, from where wrong drafts are sent again;
+- "an answer's epoch is ignored": numbers never repeat in one coordinator's life, so that the epoch
+  only matters against frames of an earlier one (test_scheduler_faults has it);
+- "a stage runs frames of an older epoch": on one link nothing older follows a roll call
+  (test_stage has it);
+- "a refused turn trusts later verdicts": a stage that takes a later segment has proved its whole
+  prefix, so that what is believed is true;
+- "the source of a refused copy stays claimed": costs prefills, never a token
+  (test_scheduler_faults has it).
 """
 
 from __future__ import annotations
@@ -15,6 +25,7 @@ from typing import Any
 import pytest
 
 import coord.admission
+import coord.scheduler
 import pipeline.stage
 from coord.ledger import Ledger, Wanted
 from coord.ring import InFlight, Ring
@@ -31,14 +42,14 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 WORLDS = [
     Plan(seed, 3, slots, chunk, window, park, trouble=trouble)
     for seed, slots, chunk, window, park in (
-        (1, 2, 8, None, 0),
+        (1, 2, 8, 1, 0),
         (2, 3, 3, 2, 20000),
-        (3, 2, 16, 9, 20000),
+        (3, 2, 16, 9, 800),
         (4, 1, 8, None, 8000),
-        (5, 3, 8, 9, 0),
-        (6, 2, 1, None, 0),
+        (5, 3, 8, 1, 0),
+        (6, 2, 1, None, 400),
         (7, 4, 3, None, 20000),
-        (8, 2, 8, 9, 4000),
+        (8, 2, 8, 9, 1600),
     )
     for trouble in ("none", "lies", "gaps", "restarts")
 ]
@@ -284,6 +295,56 @@ def _(patcher: pytest.MonkeyPatch) -> None:
         return "length" if self.committed >= self.budget else None
 
     patcher.setattr(Turn, "commit", deaf)
+
+
+# ---- drafts --------------------------------------------------------------------------------------
+
+
+@mutation("every draft is accepted")
+def _(patcher: pytest.MonkeyPatch) -> None:
+    patcher.setattr(coord.scheduler, "accepted", lambda drafts, tokens: len(tokens) - 1)
+
+
+@mutation("what was sent behind a wrong draft is believed")
+def _(patcher: pytest.MonkeyPatch) -> None:
+    void = Turn.void
+
+    def credulous(self: Turn) -> None:
+        guess = self.guess
+        void(self)
+        self.guess = guess
+
+    patcher.setattr(Turn, "void", credulous)
+
+
+@mutation("rejected drafts stay resident")
+def _(patcher: pytest.MonkeyPatch) -> None:
+    settled, extend = Scheduler._settled, Ledger.extend
+
+    def all_of_it(
+        self: Scheduler, ring: Ring, turn: Turn, segment: Segment, *rest: Any
+    ) -> str | None:
+        assert turn.chain is not None
+        sent = turn.chain.clone()
+        reason = settled(self, ring, turn, segment, *rest)
+        ring.ledger.forget(segment.slot)
+        extend(ring.ledger, segment.slot, sent, segment.end)
+        return reason
+
+    patcher.setattr(Scheduler, "_settled", all_of_it)
+
+
+@mutation("drafts run past the end of the turn")
+def _(patcher: pytest.MonkeyPatch) -> None:
+    speculate = Turn.speculate
+
+    def further(self: Turn, count: int) -> int:
+        self.budget += 3
+        found = speculate(self, count)
+        self.budget -= 3
+        return found
+
+    patcher.setattr(Turn, "speculate", further)
 
 
 # ---- the scheduler -------------------------------------------------------------------------------

@@ -120,13 +120,18 @@ class World:
     def speak(self, client: Client) -> None:
         draw = self.random
         client.history = list(self.edit(client.history))
-        more = draw.randrange(20) if client.history else 20  # none: the same prompt again
+        more = draw.randrange(1, 20)
+        if client.history and draw.random() < 0.15:  # all of it may be resident: nothing is new
+            more = 0
+            del client.history[draw.randrange(len(client.history)) + 1 :]
         client.history += [draw.randrange(VOCABULARY) for _ in range(more)]
         client.prompt = tuple(client.history)
         client.budget = draw.randrange(1, 60 if draw.random() < 0.2 else 12)
         client.stops = (draw.randrange(VOCABULARY),) if draw.random() < 0.3 else ()
-        client.truth = serial(client.prompt, client.budget, client.stops)
-        self.truths[client.prompt] = serial(client.prompt, client.budget)
+        further = serial(client.prompt, client.budget + 4)  # drafts may go on where the turn ends
+        ends = [at for at, token in enumerate(further) if token in client.stops]
+        client.truth = further[: min([client.budget, *(at + 1 for at in ends)])]
+        self.truths[client.prompt] = further
         client.cancelled = False
         client.salt = draw.choice(SALTS)
         if self.plan.trouble == "lies" and draw.random() < 0.4:
@@ -158,19 +163,20 @@ class World:
         draw, ring = self.random, self.ring
         match self.plan.trouble:
             case "restarts":
-                if draw.random() < 0.01:
+                if draw.random() < 0.02:
                     ring.restart(draw.randrange(self.plan.stages), told=draw.random() < 0.5)
                 if draw.random() < 0.03 and ring.answers:
                     ring.tell(draw.choice(ring.answers))
             case "gaps":
-                copying = [k for k, link in enumerate(ring.links) if link and is_copy(link[0])]
-                if copying and draw.random() < 0.1:
-                    ring.lose(draw.choice(copying), 1)
-                elif draw.random() < 0.02:
-                    ring.lose(draw.randrange(self.plan.stages + 1), draw.randrange(1, 4))
+                links = [k for k, link in enumerate(ring.links) if link]
+                copies = [k for k in links if is_copy(ring.links[k][0])]
+                if copies and draw.random() < 0.2:
+                    ring.lose(draw.choice(copies), 1)
+                elif links and draw.random() < 0.02:
+                    ring.lose(draw.choice(links), draw.randrange(1, 4))
             case "lies":
                 index = draw.randrange(self.plan.stages)
-                if draw.random() < 0.04 and ring.forwards[index] is None:
+                if draw.random() < 0.06 and ring.forwards[index] is None:
                     ring.stages[index].slots.free(draw.randrange(self.plan.slots))
         if self.plan.trouble != "none" and draw.random() < 0.02:
             ring.wait(draw.choice((0.3, 1.1)))
@@ -233,7 +239,7 @@ class World:
         self.ring.audit()
         ledger = self.ring.scheduler.rings["r"].ledger
         for stage in self.ring.stages:
-            assert not stage.slots.parked_beside(tuple(ledger.parked)), "rows without an owner"
+            assert stage.slots._parked.keys() <= ledger.parked.keys(), "rows without an owner"
 
     def follow_up(self) -> None:
         """A clean turn after a clean turn reuses prompt + committed - 1 rows (DESIGN 4)."""
