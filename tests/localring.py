@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import httpx
@@ -28,7 +28,7 @@ from transport.config import Stage as StageSpec
 from transport.frame import Forwarded, Frame, Heartbeat, Run, StageState
 
 LAYERS = 2
-Call = Callable[..., Awaitable[httpx.Response]]
+Call = Callable[..., Coroutine[Any, Any, httpx.Response]]
 
 
 class LocalRing(Coordinator):
