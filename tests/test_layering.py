@@ -30,6 +30,8 @@ CORE = (
     "coord/ledger.py",
     "coord/ring.py",
     "coord/admission.py",
+    "coord/batch.py",
+    "coord/counters.py",
     "coord/scheduler.py",
     "coord/turn.py",
 )

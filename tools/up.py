@@ -53,6 +53,7 @@ class Options:
     slots: int
     max_model_len: int | None
     dtype: str
+    drafter: str
     http: str
     served_model_name: str | None
     api_key: str | None
@@ -165,7 +166,7 @@ def _plan(wanted: Options, folder: Path) -> Config:
     return Config(
         Model(path, name, wanted.dtype),
         (Ring("ring0", f"ipc://{folder}/verdicts.sock", stages),),
-        Coordinator(http),
+        Coordinator(http, wanted.drafter),
         Limits(slots=wanted.slots, max_model_len=length),
     )
 
@@ -216,7 +217,7 @@ def _start(
     if wanted.api_key is not None:
         keys = file.parent / "api-keys"  # not on a command line: ps shows those
         keys.touch(mode=0o600)
-        keys.write_text(f"{wanted.api_key}\n")
+        keys.write_text(_key_line(wanted.api_key))
         commands["coordinator"] += ["--api-key-file", str(keys)]
     for stage in config.rings[0].stages:
         commands[stage.name] = ["stage", "--ring", str(file), "--name", stage.name]
@@ -231,6 +232,15 @@ def _start(
                 start_new_session=True,  # the terminal's Ctrl-C is for this process alone
             )
             children.append(Child(name, process, log))
+
+
+def _key_line(key: str) -> str:
+    from coord.http.keys import hold
+
+    try:
+        return f"{hold('default', key, admin=True).line()}\n"
+    except ValueError as error:
+        raise ToolError(f"--api-key: {error}", code=USAGE) from None
 
 
 def _fail_if_one_ended(children: list[Child]) -> None:
