@@ -180,11 +180,11 @@ class Fleet:
         """Start the coordinator by hand."""
         return self.start("coord", "--ring", ring.path, *options)
 
-    def whole(self, ring: RingFile) -> dict[str, Process]:
+    def whole(self, ring: RingFile, limit_s: float = READY_S) -> dict[str, Process]:
         """Start a ring by hand and wait until it is ready; its processes by name."""
         started = {"coord": self.coord(ring)}
         started |= {name: self.stage(ring, name) for name in ring.names}
-        self.ready(ring.url)
+        self.ready(ring.url, limit_s)
         return started
 
     def up(self, *options: object, http: str | None = None) -> tuple[Process, str]:
