@@ -15,10 +15,16 @@ from coord.history import History, Spoken, spelling
 from coord.splice import splice
 from coord.tokenizer import ByteTokenizer, Parts, TextTokenizer, Tokenizer, load_tokenizer
 from coord.vocabulary import build_tokenizer, read_metadata
+from pipeline.load import load_model
+from pipeline.model import StageModel
 from tests.localring import Call, LocalRing, play
 from tests.modelfile import default_model
 from tests.test_tokenizer import sentencepiece
 from transport.chain import pack_tokens
+from transport.config import Config, Limits, Model
+from transport.config import Coordinator as CoordinatorSpec
+from transport.config import Ring as RingSpec
+from transport.config import Stage as StageSpec
 
 Chat = list[dict[str, str]]
 FIRST_TEXT_ID = 17  # of the default model; control tokens come before
@@ -308,6 +314,59 @@ def test_case_12_the_next_turn_hits_all_that_was_said(stream: bool, stop: str | 
             ]
 
     play(scene)
+
+
+@pytest.fixture(scope="module")
+def block() -> StageModel:
+    """The default model, whole."""
+    model = Model(str(default_model()), "m", "bfloat16")
+    stage = StageSpec("s0", "tcp://s0:1", (0, 30), threads=1)
+    ring = RingSpec("r0", "tcp://c:1", (stage,))
+    bounds = Limits(slots=3, max_model_len=512)
+    config = Config(model, (ring,), CoordinatorSpec("127.0.0.1:0"), bounds)
+    return load_model(config, ring, stage, "cpu", lambda share, what: None)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("stream", [False, True])
+def test_case_12_on_the_default_model(block: StageModel, stream: bool) -> None:
+    """Sampled hot, so that the model spells words as the tokenizer would not. Turn 2 finds
+    P + G - 1 rows, and says what it says cold."""
+    tokenizer = real()
+    odd = []
+
+    async def scene(ring: LocalRing, call: Call) -> None:
+        for seed in (1, 2):
+            first: Chat = [{"role": "user", "content": f"Invent {seed} odd words."}]
+            body = {"messages": first, "max_tokens": 20, "temperature": 1.5, "seed": seed}
+            body |= {"stream": stream}
+            whole, _ = await reply_of(call, body)
+            for stop in (None, whole[len(whole) // 2 : len(whole) // 2 + 2]):
+                text, usage = await reply_of(call, body | ({"stop": stop} if stop else {}))
+                said = ring.last_tokens
+                assert stop is None or whole.startswith(text)
+                found = spelling(tokenizer, said, text, strip=True)
+                assert found is not None
+                kept = common(found[0], said)
+                odd.append(tokenizer.encode(text) != found[0])
+                history = [*first, {"role": "assistant", "content": text}, *first]
+                answers = []
+                for reuse in (True, False):
+                    more = {"messages": history, "temperature": 0, "max_tokens": 3}
+                    more |= {"stream": stream, "kvring": {"reuse": reuse}}
+                    answers.append(await reply_of(call, more))
+                cached = answers[0][1]["prompt_tokens_details"]["cached_tokens"]
+                assert cached == usage["prompt_tokens"] + min(kept, len(said) - 1)
+                assert answers[0][0] == answers[1][0]
+
+    play(scene, tokenizer=tokenizer, models=[block])
+    assert any(odd)  # or the test would pass without splicing
+
+
+def common(first: list[int], second: list[int]) -> int:
+    """Length of the common prefix."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((at for at, (one, other) in pairs if one != other), min(len(first), len(second)))
 
 
 async def reply_of(call: Call, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
