@@ -6,10 +6,12 @@ segments inside a frame. Part of the scheduler core: no clock, no I/O.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeAlias
 
-from coord.ledger import Ledger
+from coord.counters import Stats
+from coord.ledger import MAX_PARKED, Ledger
 from transport.chain import Chain, root_hash
 from transport.config import Limits
 from transport.config import Ring as RingSpec
@@ -34,6 +36,7 @@ from transport.frame import (
 PROBE_TURN = 0  # turn id of the self-check; real turns count from 1
 PROBE_TOKENS = (1, 2, 3, 0)
 PROBE_SAMPLING = Sampling(logprobs=0)
+MAX_WINDOW = 32  # frames; their activations are the ring's memory in flight
 RATE_ROWS = 32  # a frame of fewer rows costs by the frame, not by the row
 RATE_SHARE = 0.2  # of the newest measurement in a moving average
 RETRY_S = 1.0  # between two roll calls that went unanswered
@@ -49,27 +52,23 @@ class Phase(StrEnum):
     READY = "ready"
 
 
+Numbered: TypeAlias = Run | Copy | Free | Ping
+
+
 @dataclass(frozen=True, slots=True)
 class InFlight:
     """A numbered frame without its answer."""
 
-    frame: Run | Copy | Free | Ping
+    frame: Numbered
     sent_at: float
     chain: Chain | None = None  # of a copy: the tokens of its rows
+    guesses: tuple[int, ...] = ()  # of a Run: each segment's Turn.guess
 
 
-@dataclass(slots=True)
-class Stats:
-    """What one ring did since the process began; exported as counters."""
-
-    formed: int = 0
-    lost: int = 0
-    stale: int = 0  # answers to frames that nobody waits for any more
-    refused: int = 0  # segments and copies that a stage refused
-    hop_s: float | None = None  # last ping's round trip, seconds
-    verdicts: int = 0
-    wait_us: dict[str, int] = field(default_factory=dict)
-    forward_us: dict[str, int] = field(default_factory=dict)
+def fits(result: Result, segment: Segment) -> bool:
+    """True when a result answers exactly the positions that the segment wanted."""
+    wanted = segment.turn, segment.slot, segment.end - segment.want, segment.want
+    return (result.turn, result.slot, result.start, len(result.tokens)) == wanted
 
 
 class Ring:
@@ -79,7 +78,6 @@ class Ring:
         self.spec = spec
         self.name = spec.name
         self.limits = limits
-        self.window = limits.window_frames or len(spec.stages) + 1
         self.verdict_link = f"{spec.name}/{spec.stages[-1].name}"  # the tail's name as a sender
         self.phase = Phase.WAITING
         self.detail = "no stage has been heard of"
@@ -94,6 +92,7 @@ class Ring:
         self.stats = Stats()
         self.row_s = 0.0  # seconds a row takes in the slowest stage, of prefill frames
         self.frame_s = 0.0  # seconds a small frame takes in the slowest stage
+        self.round_s = 0.0  # seconds from sending a small frame to its verdict
         self.busy: dict[str, float] = {}  # share of the last heartbeat interval spent in forwards
         self._forward_us: dict[str, int] = {}
         self._vocabulary = vocabulary
@@ -137,8 +136,12 @@ class Ring:
             beat, at = self.heartbeats.get(stage.name, (None, 0.0))
             if beat is None:
                 faults.append(f"stage {stage.name} ({stage.address}) has not been heard of")
-            elif now - at > self.limits.lost_after_s:
-                faults.append(f"stage {stage.name} was last heard of {now - at:.1f} s ago")
+            elif beat.state is StageState.FAILED:  # its last word, however long ago
+                faults.append(f"stage {stage.name} is failed: {beat.detail}")
+            elif now >= at + self.limits.lost_after_s:  # the sum that deadline() gives
+                # no running clock in the text: every change of it is logged
+                silent_s = self.limits.lost_after_s
+                faults.append(f"stage {stage.name} was last heard of over {silent_s:g} s ago")
             elif beat.state is not StageState.READY:
                 faults.append(f"stage {stage.name} is {beat.state.value}: {beat.detail}")
         return "; ".join(faults) or None
@@ -170,16 +173,21 @@ class Ring:
         self._asked_at = now
         return RollCall(self.name, self.epoch, tuple(self.ledger.parked))
 
-    def answered(self, call: RollCall, now: float) -> Run | None:
-        """A roll call came round: the self-check's first frame, or None: it can't be trusted."""
+    def answered(self, call: RollCall, now: float) -> list[Run | Free]:
+        """A roll call came round: the self-check's first frame, or none: it can't be trusted.
+
+        Before it, a Free for each parked prefix that the stages were told to keep, if the ring has
+        changed and nothing of the old ledger holds.
+        """
         if self.phase is not Phase.FORMING or call.epoch != self.epoch:
             self.stats.stale += 1
-            return None
+            return []
         self._fault = self._faults(call.entries) or ""
         if self._fault:
             self.phase, self.detail = Phase.WAITING, self._fault
-            return None
+            return []
         first = call.entries[0]
+        frames: list[Run | Free] = []
         same = [(entry.name, entry.incarnation) for entry in self.entries] == [
             (entry.name, entry.incarnation) for entry in call.entries
         ]
@@ -188,11 +196,12 @@ class Ring:
                 entry.park_bytes // entry.row_bytes if entry.row_bytes else 0
                 for entry in call.entries
             )
+            frames += [self.free(parked, now) for parked in self.ledger.parked]
             self.ledger = self._fresh_ledger(first.slots, first.capacity, park_rows)
             self.fingerprint = first.fingerprint
         self.entries = call.entries
         self.phase, self.detail = Phase.PROBING, "checking that a prefix can be reused"
-        return self._probe_run(0, now)
+        return [*frames, self._probe_run(0, now)]
 
     def _fresh_ledger(self, slots: int, capacity: int, park_rows: int) -> Ledger:
         """An empty ledger that still knows why the old one's prefixes are gone."""
@@ -250,14 +259,13 @@ class Ring:
             1,
             PROBE_SAMPLING,
         )
-        return self.run((segment,), now)
+        return self.run((segment,), now, (0,))
 
-    def probed(self, verdict: Verdict, now: float) -> Run | None:
+    def probed(self, result: Result | None, now: float) -> Run | None:
         """The self-check's verdict: its second frame, or None when the check is over."""
-        if not verdict.results:
+        if result is None:
             self.forget("the self-check was refused")
             return None
-        result = verdict.results[0]
         if self._probe is None:
             self._probe = result
             return self._probe_run(len(PROBE_TOKENS) // 2, now)
@@ -275,10 +283,10 @@ class Ring:
         self._seq += 1
         return self._seq
 
-    def run(self, segments: tuple[Segment, ...], now: float) -> Run:
-        """Number and note a compute frame."""
+    def run(self, segments: tuple[Segment, ...], now: float, guesses: tuple[int, ...]) -> Run:
+        """Number and note a compute frame; guesses: each segment's Turn.guess."""
         frame = Run(self.name, self.epoch, self._number(), segments)
-        self.in_flight[frame.seq] = InFlight(frame, now)
+        self.in_flight[frame.seq] = InFlight(frame, now, None, guesses)
         return frame
 
     def copy(
@@ -289,6 +297,11 @@ class Ring:
         frame = Copy(self.name, self.epoch, seq, turn, source, target, length, digest)
         self.in_flight[seq] = InFlight(frame, now, chain)
         return frame
+
+    def freeing(self, slot: int) -> bool:
+        """True while a Free of the slot is on its way: another would only fill the window."""
+        frames = [record.frame for record in self.in_flight.values()]
+        return any(isinstance(frame, Free) and frame.slot == slot for frame in frames)
 
     def free(self, slot: int, now: float) -> Free:
         """Number and note the end of a slot's residency."""
@@ -305,28 +318,43 @@ class Ring:
         self.in_flight[frame.seq] = InFlight(frame, now)
         return frame
 
-    def settle(self, epoch: int, seq: int) -> InFlight | None:
-        """Take the frame that an answer belongs to; None (and counted) when it is stale."""
-        if epoch != self.epoch or seq not in self.in_flight:
+    def settle(self, epoch: int, seq: int, kind: type[Numbered]) -> InFlight | None:
+        """Take the frame that an answer belongs to; None (and counted) when there is none.
+
+        kind: what an answer of its class can answer. One that names another class's number is as
+        good as none: it must not settle a frame whose own answer is still to come.
+        """
+        record = self.in_flight.get(seq) if epoch == self.epoch else None
+        if record is None or not isinstance(record.frame, kind):
             self.stats.stale += 1
             return None
-        return self.in_flight.pop(seq)
+        del self.in_flight[seq]
+        return record
+
+    @property
+    def window(self) -> int:
+        """Runs that may be in flight: stages + 1 keep the stages busy, more fill slow links."""
+        stages = len(self.spec.stages)
+        if self.limits.window_frames is not None:
+            return self.limits.window_frames
+        if not self.frame_s or self.stats.hop_s is None:
+            return stages + 1
+        return min(MAX_WINDOW, stages + 1 + int(self.stats.hop_s / self.frame_s))
 
     def room(self) -> bool:
         """True when another frame may be sent."""
         return self.phase is Phase.READY and len(self.in_flight) < self.window
 
-    def timed(self, run: Run, verdict: Verdict) -> None:
+    def timed(self, run: Run, verdict: Verdict, took_s: float) -> None:
         """Add the stages' timings up; a prefill frame also tells the ring's rate."""
         self.stats.verdicts += 1
         rows = sum(len(segment.tokens) for segment in run.segments)
         slowest = max((timing.forward_us for timing in verdict.timings), default=0) / 1e6
         if rows >= RATE_ROWS:
-            self.row_s += (
-                RATE_SHARE * (slowest / rows - self.row_s) if self.row_s else (slowest / rows)
-            )
+            self.row_s = _average(self.row_s, slowest / rows)
         else:
-            self.frame_s += RATE_SHARE * (slowest - self.frame_s) if self.frame_s else slowest
+            self.frame_s = _average(self.frame_s, slowest)
+            self.round_s = _average(self.round_s, took_s)
         for timing in verdict.timings:
             for table, value in (
                 (self.stats.wait_us, timing.wait_us),
@@ -361,7 +389,7 @@ class Ring:
         if missing is not None:
             return missing
         for record in self.in_flight.values():
-            if now - record.sent_at > self.limits.frame_timeout_s:
+            if now >= record.sent_at + self.limits.frame_timeout_s:  # as in deadline()
                 return f"frame {record.frame.seq} had no answer for {now - record.sent_at:.1f} s"
             break  # frames are sent, and so noted, in order of time
         return None
@@ -385,5 +413,14 @@ class Ring:
     def check(self) -> None:
         """Assert the invariants."""
         self.ledger.check()
-        assert len(self.in_flight) <= self.window + len(self.ledger.slots) + 1, len(self.in_flight)
+        kinds = [type(record.frame) for record in self.in_flight.values()]
+        slots = len(self.ledger.slots)
+        assert kinds.count(Run) <= MAX_WINDOW, self.in_flight
+        assert kinds.count(Copy) <= 2 * slots, self.in_flight  # to park what is there, and to fork
+        assert kinds.count(Free) <= slots + MAX_PARKED, self.in_flight  # one for each at a time
+        assert kinds.count(Ping) <= 1, self.in_flight
         assert self.phase is not Phase.WAITING or not self.in_flight, self.in_flight
+
+
+def _average(old: float, new: float) -> float:
+    return old + RATE_SHARE * (new - old) if old else new

@@ -6,12 +6,15 @@ the asyncio shell (coord.coordinator), the simulator, or the replayer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from coord.actions import Action, Admitted, Failed, Finished, Send, Tokens
 from coord.admission import Choice, choose, leader, waits_behind
+from coord.batch import ahead, certain
+from coord.counters import Totals
+from coord.draft import Drafter, accepted
 from coord.ledger import Miss
-from coord.ring import PROBE_TURN, InFlight, Ring
+from coord.ring import PROBE_TURN, InFlight, Ring, fits
 from coord.ring import Phase as RingPhase
 from coord.turn import Phase, Turn
 from transport.chain import root_hash
@@ -25,6 +28,7 @@ from transport.frame import (
     FreeSlot,
     Heartbeat,
     KeepSlot,
+    Kind,
     LinkGap,
     Ping,
     Refusal,
@@ -42,19 +46,6 @@ NO_TURN = PROBE_TURN  # the owner of copies that no turn waits for
 MAX_REFUSALS = 3  # of one turn's rows before it fails: a cold start can't be refused for content
 
 
-@dataclass(slots=True)
-class Totals:
-    """Counters since the process began; the names are those of GET /metrics."""
-
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
-    prefilled_tokens: int = 0  # rows sent as prefill, a turn's own resume included
-    copied_rows: int = 0
-    resumed: int = 0
-
-
 class Scheduler:
     """All turns of all rings. `handle` is the only place where state changes."""
 
@@ -65,8 +56,13 @@ class Scheduler:
         *,
         first_epoch: int = 0,
         vocabulary: int = 0,
+        drafter: Callable[[], Drafter] | None = None,
     ) -> None:
-        """first_epoch: rings count on from it. vocabulary: ids that the tokenizer may give."""
+        """first_epoch: rings count on from it. vocabulary: ids that the tokenizer may give.
+
+        drafter: makes each turn's drafter; None for no speculation.
+        """
+        self._drafter = drafter
         self.limits = limits
         self.rings = {spec.name: Ring(spec, limits, first_epoch, vocabulary) for spec in rings}
         self.turns: dict[int, Turn] = {}  # waiting, running and draining, in order of arrival
@@ -179,7 +175,8 @@ class Scheduler:
             actions.append(Failed(submit.turn, 429, "queue_full", text))
         else:
             budget = min(submit.budget, limit - prompt)
-            self.turns[submit.turn] = Turn(submit, budget, waiting_since=now)
+            drafter = self._drafter() if self._drafter is not None else None
+            self.turns[submit.turn] = Turn(submit, budget, drafter, waiting_since=now)
 
     def _cancel(self, cancel: Cancel, now: float, actions: list[Action]) -> None:
         turn = self.turns.get(cancel.turn)
@@ -190,12 +187,15 @@ class Scheduler:
         ring = self.rings.get(request.ring)
         if ring is None or ring.phase is not RingPhase.READY:
             return
+        if ring.freeing(request.slot):
+            return
         if ring.ledger.has(request.slot) and ring.ledger.holding(request.slot).turn is None:
             self._free(ring, request.slot, "request", now, actions)
 
     def _free(self, ring: Ring, index: int, reason: str, now: float, actions: list[Action]) -> None:
         """Give a slot or parked prefix up on every stage."""
-        ring.ledger.give_up(index, 0, reason)
+        if ring.ledger.has(index):
+            ring.ledger.give_up(index, 0, reason)
         ring.ledger.forget(index)
         actions.append(Send(ring.free(index, now)))
 
@@ -218,43 +218,45 @@ class Scheduler:
                 if broken is not None:
                     self._lose(ring, broken, now)
             case RollCall():
-                probe = ring.answered(frame, now)
-                if probe is not None:
-                    actions.append(Send(probe))
+                actions += [Send(asked) for asked in ring.answered(frame, now)]
             case Reject():
                 self._reject(ring, frame, now, actions)
             case Verdict():
-                record = ring.settle(frame.epoch, frame.seq)
+                record = ring.settle(frame.epoch, frame.seq, Run)
                 if record is not None:
                     self._verdict(ring, record, frame, now, actions)
             case Copy():
-                record = ring.settle(frame.epoch, frame.seq)
+                record = ring.settle(frame.epoch, frame.seq, Copy)
                 if record is not None:
-                    self._copied(ring, record, frame, now, actions)
+                    self._copied(ring, record, now, actions)
             case Ping():
-                record = ring.settle(frame.epoch, frame.seq)
+                record = ring.settle(frame.epoch, frame.seq, Ping)
                 if record is not None:
                     ring.stats.hop_s = now - record.sent_at
             case Free():
-                ring.settle(frame.epoch, frame.seq)
+                ring.settle(frame.epoch, frame.seq, Free)
 
     def _verdict(
         self, ring: Ring, record: InFlight, verdict: Verdict, now: float, actions: list[Action]
     ) -> None:
         assert isinstance(record.frame, Run), record
-        ring.timed(record.frame, verdict)
+        ring.timed(record.frame, verdict, now - record.sent_at)
         results = {result.turn: result for result in verdict.results}
-        for segment in record.frame.segments:
+        for segment, guess in zip(record.frame.segments, record.guesses, strict=True):
+            result = results.get(segment.turn)
+            if result is not None and not fits(result, segment):
+                result = None  # nonsense: as good as no answer
             if segment.turn == PROBE_TURN:
-                probe = ring.probed(verdict, now)
+                probe = ring.probed(result, now)
                 if probe is not None:
                     actions.append(Send(probe))
                 return
             turn = self.turns[segment.turn]
             turn.in_flight -= 1
-            result = results.get(segment.turn)
             if result is None:
                 self._refused(ring, turn)
+            elif guess != turn.guess:
+                self.totals.drafts_wasted += len(segment.tokens)
             elif turn.phase is not Phase.RECOVERING:
                 reason = self._settled(ring, turn, segment, result, actions)
                 if reason is not None:
@@ -264,29 +266,44 @@ class Scheduler:
     def _settled(
         self, ring: Ring, turn: Turn, segment: Segment, result: Result, actions: list[Action]
     ) -> str | None:
-        """A segment's rows are written on every stage; its token, if any, is the next one.
+        """A segment's rows are written on every stage; its tokens, as far as they hold, are next.
 
-        Returns the finish reason when that token ends the turn.
+        Returns the finish reason when one of them ends the turn.
         """
         assert turn.slot == segment.slot, (turn, segment)
         assert turn.chain is not None
-        ring.ledger.extend(segment.slot, turn.chain, segment.end)
         if not turn.started:
             turn.started = True
             self.totals.prompt_tokens += len(turn.submit.prompt)
             self.totals.prefix_cache_queries += len(turn.submit.prompt)
             self.totals.prefix_cache_hits += segment.start
         if not segment.want or turn.phase is Phase.DRAINING:
+            known = min(segment.end, turn.known)
+            if known > segment.start:
+                ring.ledger.extend(segment.slot, turn.chain, known)
             return None
-        assert segment.end == turn.known, (segment, turn)
-        (token,) = result.tokens
-        self.totals.generation_tokens += 1
-        actions.append(Tokens(turn.id, result.tokens, result.logprobs, result.top))
-        return turn.commit(token)
+        turn.ahead -= 1
+        assert segment.end - segment.want == turn.known - 1, (segment, turn)
+        drafts = turn.chain.tokens(turn.known, min(len(turn.chain), segment.end + 1))
+        right = accepted(drafts, result.tokens)
+        turn.acceptance.learn(len(drafts), right)
+        self.totals.drafts_accepted += right
+        self.totals.drafts_rejected += min(len(drafts), segment.want) - right
+        reason, count = None, 0
+        for token in result.tokens[: right + 1]:
+            reason = turn.commit(token)
+            count += 1
+            if reason is not None:
+                break
+        ring.ledger.extend(segment.slot, turn.chain, segment.end - segment.want + count)
+        self.totals.generation_tokens += count
+        tokens, logprobs, top = result.tokens, result.logprobs, result.top
+        actions.append(Tokens(turn.id, tokens[:count], logprobs[:count], top[:count]))
+        return reason
 
-    def _copied(
-        self, ring: Ring, record: InFlight, copy: Copy, now: float, actions: list[Action]
-    ) -> None:
+    def _copied(self, ring: Ring, record: InFlight, now: float, actions: list[Action]) -> None:
+        copy = record.frame
+        assert isinstance(copy, Copy), record
         assert record.chain is not None
         if copy.turn == NO_TURN:  # an eviction's rows are parked, unless they were dropped since
             if ring.ledger.has(copy.target):
@@ -307,14 +324,25 @@ class Scheduler:
         record = ring.in_flight.get(reject.seq) if reject.epoch == ring.epoch else None
         if record is None or isinstance(record.frame, Run):
             return  # a Run's Verdict still comes, without the refused segment
-        ring.settle(reject.epoch, reject.seq)
-        if isinstance(record.frame, Copy) and record.frame.turn == NO_TURN:
-            ring.ledger.forget(record.frame.target)
-        elif isinstance(record.frame, Copy):
-            turn = self.turns[record.frame.turn]
-            turn.in_flight -= 1
-            self._refused(ring, turn)
-            self._drain(ring, turn, now, actions)
+        ring.settle(reject.epoch, reject.seq, type(record.frame))
+        if isinstance(record.frame, Copy):
+            self._copy_refused(ring, record.frame, now, actions)
+
+    def _copy_refused(self, ring: Ring, copy: Copy, now: float, actions: list[Action]) -> None:
+        """A copy's source is not what the ledger said: give it up too, unless a turn writes there.
+
+        Stages before the one that refused have made the copy: a turn overwrites it, a parked one
+        is freed.
+        """
+        if copy.turn == NO_TURN:
+            self._free(ring, copy.target, "refused", now, actions)
+            return
+        if ring.ledger.has(copy.source) and ring.ledger.holding(copy.source).turn is None:
+            self._free(ring, copy.source, "refused", now, actions)
+        turn = self.turns[copy.turn]
+        turn.in_flight -= 1
+        self._refused(ring, turn)
+        self._drain(ring, turn, now, actions)
 
     def _refused(self, ring: Ring, turn: Turn) -> None:
         """The ledger was wrong about the turn's slot: forget it, start over there."""
@@ -359,19 +387,18 @@ class Scheduler:
 
     def _lose(self, ring: Ring, detail: str, now: float) -> None:
         """Void what is in flight; the ring's turns wait to be resumed at what they committed."""
+        served = ring.phase is RingPhase.READY
         ring.forget(detail)
         for turn in list(self.turns.values()):
-            if turn.phase is Phase.WAITING:
+            if turn.phase is Phase.WAITING and served:
                 turn.waiting_since = now  # the time to come back counts from the loss
             if turn.ring != ring.name or turn.slot is None:
                 continue
             ring.ledger.release(turn.slot, turn.id, now)
-            turn.in_flight = 0
-            turn.ring = turn.slot = None
             if turn.phase is Phase.DRAINING:
                 del self.turns[turn.id]
             else:
-                turn.phase = Phase.WAITING
+                turn.suspend()
                 turn.waiting_since = now
 
     def _look_after_rings(self, now: float, actions: list[Action]) -> None:
@@ -454,24 +481,15 @@ class Scheduler:
         return Admitted(turn.id, turn.ring, turn.slot, prompt, matched, turn.started, miss)
 
     def _fill(self, ring: Ring, now: float, actions: list[Action]) -> None:
-        """While the ring has room: every ready decode segment, then prefill up to the budget."""
+        """While the ring has room: every ready decode segment, then prefill, then speculation."""
         while ring.room():
-            segments: list[Segment] = []
-            left = self.limits.chunk_tokens
             mine = [turn for turn in self.turns.values() if turn.ring == ring.name]
-            for decoding in (True, False):
-                for turn in mine:
-                    if turn.decoding is decoding:
-                        segment = turn.next_segment(left)
-                        if segment is not None:
-                            segments.append(segment)
-                            left -= 0 if decoding else len(segment.tokens)
-                            self._sent(ring, segment)
+            segments = certain(ring, mine, self.limits) or ahead(ring, mine)
             if not segments:
                 return
-            actions.append(Send(ring.run(tuple(segments), now)))
-
-    def _sent(self, ring: Ring, segment: Segment) -> None:
-        ring.ledger.truncate(segment.slot, segment.start)
-        if segment.kind == "prefill":
-            self.totals.prefilled_tokens += len(segment.tokens)
+            for segment in segments:
+                ring.ledger.truncate(segment.slot, segment.start)
+                if segment.kind is Kind.PREFILL:
+                    self.totals.prefilled_tokens += len(segment.tokens)
+            guesses = tuple(self.turns[segment.turn].guess for segment in segments)
+            actions.append(Send(ring.run(tuple(segments), now, guesses)))

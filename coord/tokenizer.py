@@ -95,7 +95,11 @@ def load_tokenizer(source: str | Path) -> Tokenizer:
     if source == "toy":
         return ByteTokenizer()
     path = Path(source)
-    return _from_directory(path) if path.is_dir() else _from_gguf(path)
+    try:
+        return _from_directory(path) if path.is_dir() else _from_gguf(path)
+    except Exception as error:  # what `tokenizers` raises for a damaged file is Exception itself
+        what = str(error) if str(path) in str(error) else f"{path}: {error}"
+        raise ValueError(what) from error
 
 
 class ByteTokenizer:

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from coord.actions import Action, Admitted, Failed, Finished, Send, Tokens
+from coord.draft import Drafter, LookupDrafter
 from coord.scheduler import Scheduler
 from pipeline.model import ToyModel
 from pipeline.stage import CopyRows, DropRows, Forward, Stage
@@ -22,11 +24,15 @@ from transport.config import Ring as RingSpec
 from transport.config import Stage as StageSpec
 from transport.frame import (
     Cancel,
+    Copy,
     Envelope,
     Forwarded,
     Frame,
+    Free,
     Heartbeat,
     Kind,
+    LinkGap,
+    Refusal,
     Reject,
     Run,
     Sampling,
@@ -35,6 +41,7 @@ from transport.frame import (
     Submit,
     Tensor,
     Tick,
+    Verdict,
 )
 
 VOCABULARY = 64
@@ -75,6 +82,15 @@ def serial(prompt: Sequence[int], count: int, stops: Sequence[int] = ()) -> tupl
     return tuple(out)
 
 
+@lru_cache(maxsize=4096)
+def rows_of(tokens: tuple[int, ...]) -> tuple[bytes, ...]:
+    """What a slot that holds these tokens has in its buffers, one item per layer."""
+    model = toy((0, LAYERS), slots=1)
+    if tokens:
+        model.forward([Segment(1, 0, 0, tokens, Kind.PREFILL, b"\0" * 16, 0)], None)
+    return tuple(model.rows(layer, 0, len(tokens)) for layer in range(LAYERS))
+
+
 @dataclass
 class Reply:
     """What a client saw."""
@@ -99,6 +115,7 @@ class MemoryRing:
         bounds: Limits | None = None,
         slots: int = 3,
         tamper: Callable[[Frame], Frame] | None = None,
+        drafter: Callable[[], Drafter] | None = LookupDrafter,
     ) -> None:
         self.limits = bounds or limits(slots=slots)
         cuts = [LAYERS * i // stages for i in range(stages + 1)]
@@ -114,7 +131,7 @@ class MemoryRing:
         self.names = names
         self.layers = [(cuts[i], cuts[i + 1]) for i in range(stages)]
         self.slots = slots
-        self.scheduler = Scheduler((spec,), self.limits)
+        self.scheduler = Scheduler((spec,), self.limits, drafter=drafter)
         self.links: list[deque[Frame]] = [deque() for _ in range(stages + 1)]
         self.forwards: list[Forward | None] = [None] * stages
         self.incarnations = list(range(1, stages + 1))
@@ -122,7 +139,9 @@ class MemoryRing:
         self.stages = [self._stage(i) for i in range(stages)]
         self.replies: dict[int, Reply] = {}
         self.sent: list[Frame] = []
+        self.answers: deque[Frame] = deque(maxlen=20)  # the last ones that settled a frame
         self.rejects: list[Reject] = []
+        self.believed: list[Reject] = []  # those of rows that the ledger was wrong about
         self.tamper = tamper or (lambda frame: frame)
         self.now = 0.0
         self._turn = 0
@@ -134,7 +153,7 @@ class MemoryRing:
         info, park = self.models[index].info, self.limits.park_bytes
         return Stage("r", self.names[index], self.incarnations[index], info, park)
 
-    # ---- clients ------------------------------------------------------------
+    # ---- clients -------------------------------------------------------------------------------
 
     def form(self) -> MemoryRing:
         for name, incarnation in zip(self.names, self.incarnations, strict=True):
@@ -170,12 +189,18 @@ class MemoryRing:
     def root(self, salt: bytes = b"") -> bytes:
         return root_hash(self.models[0].info.fingerprint, salt)
 
-    # ---- events ------------------------------------------------------------
+    # ---- events --------------------------------------------------------------------------------
 
     def tell(self, frame: Frame) -> None:
         """The coordinator's core takes a frame."""
+        if isinstance(frame, (Verdict, Copy, Free)):
+            self.answers.append(frame)
         if isinstance(frame, Reject):
             self.rejects.append(frame)
+            ring = self.scheduler.rings["r"]
+            waited_for = frame.epoch == ring.epoch and frame.seq in ring.in_flight
+            if waited_for and frame.code not in (Refusal.EPOCH, Refusal.LINK):
+                self.believed.append(frame)
         for action in self.scheduler.handle(frame, self.now):
             self._perform(action)
         self.scheduler.check()
@@ -251,16 +276,48 @@ class MemoryRing:
             self.happen(choose(options) if choose else options[0])
         raise AssertionError("the ring does not come to rest")
 
-    # ---- faults ------------------------------------------------------------
+    # ---- faults --------------------------------------------------------------------------------
 
-    def restart(self, index: int) -> None:
-        """Stage `index` dies with all it held and is started again."""
+    def restart(self, index: int, *, told: bool = True) -> None:
+        """Stage `index` dies with all it held and is started again; its heartbeat may be late."""
         self.links[index].clear()
         self.forwards[index] = None
         self.incarnations[index] += 100
         self.models[index] = self._model(index)
         self.stages[index] = self._stage(index)
-        self.beat(self.names[index], self.incarnations[index])
+        if told:
+            self.beat(self.names[index], self.incarnations[index])
+
+    def lose(self, link: int, count: int) -> None:
+        """The next `count` frames on a link are lost in one run; its receiver sees the jump."""
+        lost = min(count, len(self.links[link]))
+        if lost:
+            sender = "coordinator" if link == 0 else f"r/{self.names[link - 1]}"
+            for _ in range(lost):
+                self.links[link].popleft()
+            self.links[link].appendleft(LinkGap(sender, 0, lost))
+
+    # ---- audit ---------------------------------------------------------------------------------
+
+    def audit(self) -> None:
+        """Whatever a stage's chain says of a slot or parked prefix is what its rows really hold."""
+        for model, stage in zip(self.models, self.stages, strict=True):
+            first, last = model.info.layers
+            for number in (*range(self.slots), *stage.slots._parked):
+                held = stage.slots.tokens(number)
+                for layer, truth in enumerate(rows_of(held)[first:last]):
+                    mine = model.rows(layer, number, len(held))
+                    assert mine == truth, (stage.name, number, first + layer)
+
+    def confront(self) -> None:
+        """At rest: what the ledger claims is there on every stage."""
+        ledger = self.scheduler.rings["r"].ledger
+        for number in (*range(len(ledger.slots)), *ledger.parked):
+            chain = ledger.holding(number).chain
+            claimed = () if chain is None else chain.tokens()
+            for stage in self.stages:
+                held = stage.slots.tokens(number)[: len(claimed)]
+                assert held == claimed, (stage.name, number, len(claimed), len(held))
 
     def wait(self, seconds: float) -> None:
         """Time passes; all stages are alive."""
@@ -269,7 +326,7 @@ class MemoryRing:
             self.beat(name, incarnation)
         self.tell(Tick())
 
-    # ---- what went over the first link ----
+    # ---- what went over the first link ---------------------------------------------------------
 
     def segments(self, turn: int) -> list[Segment]:
         return [

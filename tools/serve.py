@@ -11,7 +11,6 @@ import os
 import secrets
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -122,7 +121,7 @@ async def _coord(
     try:
         tokenizer = await asyncio.to_thread(load_tokenizer, config.model.path)
     except (ValueError, OSError) as error:
-        raise ToolError(f"tokenizer of {config.model.path}: {error}") from None
+        raise ToolError(f"tokenizer: {error}") from None
     coordinator = Coordinator(config, incarnation, tokenizer.vocabulary, recorder)
     try:
         await coordinator.open()
@@ -217,8 +216,11 @@ def _stop_event(with_parent: bool) -> asyncio.Event:
     if with_parent:
 
         def wait() -> None:
-            sys.stdin.buffer.read()
-            loop.call_soon_threadsafe(stop.set)
+            # Not sys.stdin: its lock, held by this thread, would abort the interpreter's shutdown.
+            while os.read(0, 4096):
+                pass
+            with contextlib.suppress(RuntimeError):  # the loop is closed: it ends anyway
+                loop.call_soon_threadsafe(stop.set)
 
         threading.Thread(target=wait, name="parent", daemon=True).start()
     return stop
