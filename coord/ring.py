@@ -201,6 +201,9 @@ class Ring:
             self.ledger = self._fresh_ledger(first.slots, first.capacity, park_rows)
             self.fingerprint = first.fingerprint
         self.entries = call.entries
+        if call.parked and not self.ledger.parked:
+            self._asked_at = None  # at once again: stages that did not restart must drop them
+            return None
         self.phase, self.detail = Phase.PROBING, "checking that a prefix can be reused"
         return self._probe_run(0, now)
 

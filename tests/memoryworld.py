@@ -299,7 +299,7 @@ class MemoryWorld:
         ledger = self.scheduler.rings[ring.name].ledger
         numbers = [*range(len(ledger.slots)), *ledger.parked]
         for index, stage in enumerate(ring.stages):
-            assert list(stage.slots._parked) == list(ledger.parked), (stage.name, "leaks")
+            assert sorted(stage.slots._parked) == sorted(ledger.parked), (stage.name, "leaks")
             for rows in ring.models[index]._rows:
                 assert sorted(rows) == sorted(numbers), (stage.name, "leaks rows")
         for number in numbers:

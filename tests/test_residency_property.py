@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from random import Random
+from unittest.mock import patch
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from coord import ledger
 from coord.ledger import FORK_ROWS
 from coord.ring import Phase
 from tests.memoryring import VOCABULARY, limits
@@ -78,14 +80,16 @@ class World:
                 world.cancel(client.turn)
             if draw.random() < 0.15:
                 self.meddle()
-            for _ in range(draw.randrange(7)):
+            for _ in range(draw.randrange(6)):
                 options = world.choices()
                 if not options:
                     break
                 world.happen(*draw.choice(options))
             if draw.random() < 0.04:
                 world.pump(draw.choice)
-            world.audit()
+                world.audit()
+            elif draw.random() < 0.1:
+                world.audit()  # of a ring that happens to be at rest
 
     def speak(self, client: Client) -> None:
         draw = self.draw
@@ -181,11 +185,12 @@ class World:
 
 def live(draw: Random, steps: int = 100) -> MemoryWorld:
     """One world from its beginning to its end."""
-    world = World(draw)
-    world.play(steps)
-    world.rest()
-    world.capacity()
-    world.follow_up()
+    with patch.object(ledger, "PARK_ROWS", 8):  # short conversations are parked too
+        world = World(draw)
+        world.play(steps)
+        world.rest()
+        world.capacity()
+        world.follow_up()
     return world.world
 
 
