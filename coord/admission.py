@@ -47,7 +47,7 @@ def choose(
         if placement is None:
             continue
         there = [other for other in turns.values() if other.ring == ring.name]
-        ahead = sum(other.known - other.sent for other in there)
+        ahead = sum(max(0, other.known - other.sent) for other in there)
         rows = ahead + turn.known - placement.matched
         predicted = rows * (ring.row_s or usual) + len(there) * (ring.frame_s or usual)
         if best is None or predicted < best[0]:
@@ -69,7 +69,7 @@ def leader(turn: Turn, turns: Mapping[int, Turn], choice: Choice) -> tuple[int, 
             continue
         assert other.chain is not None
         assert other.slot is not None
-        rows = min(other.chain.common(packed, root), limit)
+        rows = min(other.chain.common(packed, root), other.known, limit)
         resident = choice.ring.ledger.slots[other.slot].resident
         if rows < choice.placement.matched + FORK_ROWS or resident >= rows:
             continue

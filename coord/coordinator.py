@@ -14,6 +14,7 @@ from dataclasses import fields
 import structlog
 
 from coord.actions import Action, Admitted, Failed, Finished, Send, Tokens, TurnError
+from coord.draft import LookupDrafter
 from coord.gateway import Limits as Served
 from coord.ring import Phase
 from coord.scheduler import Scheduler
@@ -67,7 +68,11 @@ class Coordinator:
         # greater than any epoch of an earlier coordinator, unless the clock went back
         first_epoch = time.time_ns() // 1_000_000
         self.scheduler = Scheduler(
-            config.rings, config.limits, first_epoch=first_epoch, vocabulary=vocabulary
+            config.rings,
+            config.limits,
+            first_epoch=first_epoch,
+            vocabulary=vocabulary,
+            drafter=LookupDrafter if config.coordinator.drafter == "lookup" else None,
         )
         self._incarnation = incarnation
         self._recorder = recorder

@@ -35,6 +35,7 @@ from transport.frame import (
 PROBE_TURN = 0  # turn id of the self-check; real turns count from 1
 PROBE_TOKENS = (1, 2, 3, 0)
 PROBE_SAMPLING = Sampling(logprobs=0)
+MAX_WINDOW = 32  # frames; their activations are the ring's memory in flight
 RATE_ROWS = 32  # a frame of fewer rows costs by the frame, not by the row
 RATE_SHARE = 0.2  # of the newest measurement in a moving average
 RETRY_S = 1.0  # between two roll calls that went unanswered
@@ -60,6 +61,7 @@ class InFlight:
     frame: Numbered
     sent_at: float
     chain: Chain | None = None  # of a copy: the tokens of its rows
+    guesses: tuple[int, ...] = ()  # of a Run: each segment's Turn.guess
 
 
 def fits(result: Result, segment: Segment) -> bool:
@@ -89,7 +91,6 @@ class Ring:
         self.spec = spec
         self.name = spec.name
         self.limits = limits
-        self.window = limits.window_frames or len(spec.stages) + 1
         self.verdict_link = f"{spec.name}/{spec.stages[-1].name}"  # the tail's name as a sender
         self.phase = Phase.WAITING
         self.detail = "no stage has been heard of"
@@ -104,6 +105,7 @@ class Ring:
         self.stats = Stats()
         self.row_s = 0.0  # seconds a row takes in the slowest stage, of prefill frames
         self.frame_s = 0.0  # seconds a small frame takes in the slowest stage
+        self.round_s = 0.0  # seconds from sending a small frame to its verdict
         self.busy: dict[str, float] = {}  # share of the last heartbeat interval spent in forwards
         self._forward_us: dict[str, int] = {}
         self._vocabulary = vocabulary
@@ -263,7 +265,7 @@ class Ring:
             1,
             PROBE_SAMPLING,
         )
-        return self.run((segment,), now)
+        return self.run((segment,), now, (0,))
 
     def probed(self, result: Result | None, now: float) -> Run | None:
         """The self-check's verdict: its second frame, or None when the check is over."""
@@ -287,10 +289,10 @@ class Ring:
         self._seq += 1
         return self._seq
 
-    def run(self, segments: tuple[Segment, ...], now: float) -> Run:
-        """Number and note a compute frame."""
+    def run(self, segments: tuple[Segment, ...], now: float, guesses: tuple[int, ...]) -> Run:
+        """Number and note a compute frame; guesses: each segment's Turn.guess."""
         frame = Run(self.name, self.epoch, self._number(), segments)
-        self.in_flight[frame.seq] = InFlight(frame, now)
+        self.in_flight[frame.seq] = InFlight(frame, now, None, guesses)
         return frame
 
     def copy(
@@ -335,21 +337,30 @@ class Ring:
         del self.in_flight[seq]
         return record
 
+    @property
+    def window(self) -> int:
+        """Runs that may be in flight: stages + 1 keep the stages busy, more fill slow links."""
+        stages = len(self.spec.stages)
+        if self.limits.window_frames is not None:
+            return self.limits.window_frames
+        if not self.frame_s or self.stats.hop_s is None:
+            return stages + 1
+        return min(MAX_WINDOW, stages + 1 + int(self.stats.hop_s / self.frame_s))
+
     def room(self) -> bool:
         """True when another frame may be sent."""
         return self.phase is Phase.READY and len(self.in_flight) < self.window
 
-    def timed(self, run: Run, verdict: Verdict) -> None:
+    def timed(self, run: Run, verdict: Verdict, took_s: float) -> None:
         """Add the stages' timings up; a prefill frame also tells the ring's rate."""
         self.stats.verdicts += 1
         rows = sum(len(segment.tokens) for segment in run.segments)
         slowest = max((timing.forward_us for timing in verdict.timings), default=0) / 1e6
         if rows >= RATE_ROWS:
-            self.row_s += (
-                RATE_SHARE * (slowest / rows - self.row_s) if self.row_s else (slowest / rows)
-            )
+            self.row_s = _average(self.row_s, slowest / rows)
         else:
-            self.frame_s += RATE_SHARE * (slowest - self.frame_s) if self.frame_s else slowest
+            self.frame_s = _average(self.frame_s, slowest)
+            self.round_s = _average(self.round_s, took_s)
         for timing in verdict.timings:
             for table, value in (
                 (self.stats.wait_us, timing.wait_us),
@@ -410,8 +421,12 @@ class Ring:
         self.ledger.check()
         kinds = [type(record.frame) for record in self.in_flight.values()]
         slots = len(self.ledger.slots)
-        assert kinds.count(Run) <= max(1, self.window), self.in_flight  # one is the self-check's
+        assert kinds.count(Run) <= max(MAX_WINDOW, self.window), self.in_flight
         assert kinds.count(Copy) <= 2 * slots, self.in_flight  # to park what is there, and to fork
         assert kinds.count(Free) <= slots + MAX_PARKED, self.in_flight  # one for each at a time
         assert kinds.count(Ping) <= 1, self.in_flight
         assert self.phase is not Phase.WAITING or not self.in_flight, self.in_flight
+
+
+def _average(old: float, new: float) -> float:
+    return old + RATE_SHARE * (new - old) if old else new

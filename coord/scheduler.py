@@ -6,10 +6,12 @@ the asyncio shell (coord.coordinator), the simulator, or the replayer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from coord.actions import Action, Admitted, Failed, Finished, Send, Tokens
 from coord.admission import Choice, choose, leader, waits_behind
+from coord.draft import MAX_DRAFT, Drafter, accepted, worthwhile
 from coord.ledger import Miss
 from coord.ring import PROBE_TURN, InFlight, Ring, fits
 from coord.ring import Phase as RingPhase
@@ -25,6 +27,7 @@ from transport.frame import (
     FreeSlot,
     Heartbeat,
     KeepSlot,
+    Kind,
     LinkGap,
     Ping,
     Refusal,
@@ -52,6 +55,9 @@ class Totals:
     prefix_cache_hits: int = 0
     prefilled_tokens: int = 0  # rows sent as prefill, a turn's own resume included
     copied_rows: int = 0
+    drafts_accepted: int = 0
+    drafts_rejected: int = 0
+    drafts_wasted: int = 0  # rows of frames behind a wrong draft
     resumed: int = 0
 
 
@@ -65,8 +71,13 @@ class Scheduler:
         *,
         first_epoch: int = 0,
         vocabulary: int = 0,
+        drafter: Callable[[], Drafter] | None = None,
     ) -> None:
-        """first_epoch: rings count on from it. vocabulary: ids that the tokenizer may give."""
+        """first_epoch: rings count on from it. vocabulary: ids that the tokenizer may give.
+
+        drafter: makes each turn's drafter; None for no speculation.
+        """
+        self._drafter = drafter
         self.limits = limits
         self.rings = {spec.name: Ring(spec, limits, first_epoch, vocabulary) for spec in rings}
         self.turns: dict[int, Turn] = {}  # waiting, running and draining, in order of arrival
@@ -179,7 +190,8 @@ class Scheduler:
             actions.append(Failed(submit.turn, 429, "queue_full", text))
         else:
             budget = min(submit.budget, limit - prompt)
-            self.turns[submit.turn] = Turn(submit, budget, waiting_since=now)
+            drafter = self._drafter() if self._drafter is not None else None
+            self.turns[submit.turn] = Turn(submit, budget, drafter, waiting_since=now)
 
     def _cancel(self, cancel: Cancel, now: float, actions: list[Action]) -> None:
         turn = self.turns.get(cancel.turn)
@@ -245,9 +257,9 @@ class Scheduler:
         self, ring: Ring, record: InFlight, verdict: Verdict, now: float, actions: list[Action]
     ) -> None:
         assert isinstance(record.frame, Run), record
-        ring.timed(record.frame, verdict)
+        ring.timed(record.frame, verdict, now - record.sent_at)
         results = {result.turn: result for result in verdict.results}
-        for segment in record.frame.segments:
+        for segment, guess in zip(record.frame.segments, record.guesses, strict=True):
             result = results.get(segment.turn)
             if result is not None and not fits(result, segment):
                 result = None  # nonsense: as good as no answer
@@ -260,6 +272,8 @@ class Scheduler:
             turn.in_flight -= 1
             if result is None:
                 self._refused(ring, turn)
+            elif guess != turn.guess:
+                self.totals.drafts_wasted += len(segment.tokens)
             elif turn.phase is not Phase.RECOVERING:
                 reason = self._settled(ring, turn, segment, result, actions)
                 if reason is not None:
@@ -269,25 +283,39 @@ class Scheduler:
     def _settled(
         self, ring: Ring, turn: Turn, segment: Segment, result: Result, actions: list[Action]
     ) -> str | None:
-        """A segment's rows are written on every stage; its token, if any, is the next one.
+        """A segment's rows are written on every stage; its tokens, as far as they hold, are next.
 
-        Returns the finish reason when that token ends the turn.
+        Returns the finish reason when one of them ends the turn.
         """
         assert turn.slot == segment.slot, (turn, segment)
         assert turn.chain is not None
-        ring.ledger.extend(segment.slot, turn.chain, segment.end)
         if not turn.started:
             turn.started = True
             self.totals.prompt_tokens += len(turn.submit.prompt)
             self.totals.prefix_cache_queries += len(turn.submit.prompt)
             self.totals.prefix_cache_hits += segment.start
         if not segment.want or turn.phase is Phase.DRAINING:
+            if segment.kind is Kind.PREFILL:
+                ring.ledger.extend(segment.slot, turn.chain, segment.end)
             return None
-        assert segment.end == turn.known, (segment, turn)
-        (token,) = result.tokens
-        self.totals.generation_tokens += 1
-        actions.append(Tokens(turn.id, result.tokens, result.logprobs, result.top))
-        return turn.commit(token)
+        turn.ahead -= 1
+        assert segment.end - segment.want == turn.known - 1, (segment, turn)
+        drafts = turn.chain.tokens(turn.known, min(len(turn.chain), segment.end + 1))
+        right = accepted(drafts, result.tokens)
+        turn.acceptance.learn(len(drafts), right)
+        self.totals.drafts_accepted += right
+        self.totals.drafts_rejected += min(len(drafts), segment.want) - right
+        reason, count = None, 0
+        for token in result.tokens[: right + 1]:
+            reason = turn.commit(token)
+            count += 1
+            if reason is not None:
+                break
+        ring.ledger.extend(segment.slot, turn.chain, segment.end - segment.want + count)
+        self.totals.generation_tokens += count
+        tokens, logprobs, top = result.tokens, result.logprobs, result.top
+        actions.append(Tokens(turn.id, tokens[:count], logprobs[:count], top[:count]))
+        return reason
 
     def _copied(self, ring: Ring, record: InFlight, now: float, actions: list[Action]) -> None:
         copy = record.frame
@@ -383,12 +411,10 @@ class Scheduler:
             if turn.ring != ring.name or turn.slot is None:
                 continue
             ring.ledger.release(turn.slot, turn.id, now)
-            turn.in_flight = 0
-            turn.ring = turn.slot = None
             if turn.phase is Phase.DRAINING:
                 del self.turns[turn.id]
             else:
-                turn.phase = Phase.WAITING
+                turn.suspend()
                 turn.waiting_since = now
 
     def _look_after_rings(self, now: float, actions: list[Action]) -> None:
@@ -471,24 +497,51 @@ class Scheduler:
         return Admitted(turn.id, turn.ring, turn.slot, prompt, matched, turn.started, miss)
 
     def _fill(self, ring: Ring, now: float, actions: list[Action]) -> None:
-        """While the ring has room: every ready decode segment, then prefill up to the budget."""
+        """While the ring has room: every ready decode segment, then prefill, then speculation."""
         while ring.room():
-            segments: list[Segment] = []
-            left = self.limits.chunk_tokens
             mine = [turn for turn in self.turns.values() if turn.ring == ring.name]
-            for decoding in (True, False):
-                for turn in mine:
-                    if turn.decoding is decoding:
-                        segment = turn.next_segment(left)
-                        if segment is not None:
-                            segments.append(segment)
-                            left -= 0 if decoding else len(segment.tokens)
-                            self._sent(ring, segment)
+            segments = self._certain(ring, mine) or self._ahead(ring, mine)
             if not segments:
                 return
-            actions.append(Send(ring.run(tuple(segments), now)))
+            for segment in segments:
+                ring.ledger.truncate(segment.slot, segment.start)
+                if segment.kind is Kind.PREFILL:
+                    self.totals.prefilled_tokens += len(segment.tokens)
+            guesses = tuple(self.turns[segment.turn].guess for segment in segments)
+            actions.append(Send(ring.run(tuple(segments), now, guesses)))
 
-    def _sent(self, ring: Ring, segment: Segment) -> None:
-        ring.ledger.truncate(segment.slot, segment.start)
-        if segment.kind == "prefill":
-            self.totals.prefilled_tokens += len(segment.tokens)
+    def _certain(self, ring: Ring, mine: list[Turn]) -> list[Segment]:
+        """A frame of work that is surely needed; drafts ride along as far as they pay.
+
+        While a turn decodes, prefill comes in smaller chunks, so that its gaps stay short.
+        """
+        ready = [turn for turn in mine if turn.decoding and turn.ready]
+        limits = self.limits
+        decodes = any(turn.decoding and turn.phase is Phase.RUNNING for turn in mine)
+        left = limits.shared_chunk_tokens if decodes else limits.chunk_tokens
+        prefill: list[Segment] = []
+        for turn in mine:
+            segment = None if turn.decoding else turn.next_segment(left)
+            if segment is not None:
+                prefill.append(segment)
+                left -= len(segment.tokens)
+        rows = len(ready) + sum(len(segment.tokens) for segment in prefill)
+        for turn in sorted(ready, key=lambda turn: -turn.acceptance.rate):
+            rows += self._draft(ring, turn, rows)
+        found = [turn.next_segment(1 + MAX_DRAFT) for turn in ready]
+        return [segment for segment in found if segment is not None] + prefill
+
+    def _ahead(self, ring: Ring, mine: list[Turn]) -> list[Segment]:
+        """A frame of guesses alone: behind a turn's frames in flight, as deep as it was right."""
+        segments: list[Segment] = []
+        for turn in mine:
+            if 0 < turn.ahead < turn.acceptance.depth and self._draft(ring, turn, 0):
+                segment = turn.next_segment(MAX_DRAFT)
+                if segment is not None:
+                    segments.append(segment)
+        return segments
+
+    def _draft(self, ring: Ring, turn: Turn, rows: int) -> int:
+        latency = 0.0 if ring.in_flight else ring.round_s
+        rate = turn.acceptance.rate
+        return turn.speculate(worthwhile(rate, rows, ring.frame_s, ring.row_s, latency))

@@ -44,6 +44,10 @@ class Status:
         self.progress, self.detail = min(1.0, max(0.0, progress)), detail
 
 
+class _StoppedError(Exception):
+    """The process is to end while its model is being loaded."""
+
+
 class Worker:
     """The compute thread's work: load the block, then serve frames until `stop` is set."""
 
@@ -59,6 +63,7 @@ class Worker:
         self.ring, self.spec, self.limits = ring, spec, limits
         self.status = Status()
         self.stop = threading.Event()
+        self.bound = threading.Event()
         self._load = load
         self._incarnation = incarnation
         self._recorder = recorder
@@ -73,10 +78,11 @@ class Worker:
             on_drop=lambda reason: self._log.warning("message_dropped", reason=reason),
         )
         push = None
+        self.bound.set()
         try:
             self.status.report(0.0, "loading")
             started = time.monotonic()
-            model = self._load(self.status.report)
+            model = self._load(self._progress)
             push = PushLink(
                 self.ring.next_address(self.spec),
                 sender=f"{self.ring.name}/{self.spec.name}",
@@ -100,10 +106,17 @@ class Worker:
                 if frame is not None:
                     taken = self._take(core, frame, Direction.IN, pull.address, pull.envelope)
                     self._perform(core, model, push, taken)
+        except _StoppedError:
+            return
         finally:
             pull.close()
             if push is not None:
                 push.close()
+
+    def _progress(self, progress: float, detail: str) -> None:
+        if self.stop.is_set():  # a large model loads for minutes; the signal should not wait
+            raise _StoppedError
+        self.status.report(progress, detail)
 
     def _perform(
         self, core: Stage, model: StageModel, push: PushLink, actions: list[Action]
@@ -174,6 +187,8 @@ async def run_stage(worker: Worker, incarnation: int, stop: asyncio.Event) -> No
     process = psutil.Process()
 
     def beat() -> None:
+        if not worker.bound.is_set():
+            return  # started twice by mistake: the ring must not hear of it and fall apart
         status = worker.status
         rss = process.memory_info().rss
         frame = Heartbeat(

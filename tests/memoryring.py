@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from coord.actions import Action, Admitted, Failed, Finished, Send, Tokens
+from coord.draft import Drafter, LookupDrafter
 from coord.scheduler import Scheduler
 from pipeline.model import ToyModel
 from pipeline.stage import CopyRows, DropRows, Forward, Stage
@@ -122,6 +123,7 @@ class MemoryRing:
         bounds: Limits | None = None,
         slots: int = 3,
         tamper: Callable[[Frame], Frame] | None = None,
+        drafter: Callable[[], Drafter] | None = LookupDrafter,
         name: str = "r",
         layers: int = LAYERS,
         scheduler: Scheduler | None = None,
@@ -134,7 +136,7 @@ class MemoryRing:
         self.names = [stage.name for stage in spec.stages]
         self.layers = [stage.layers for stage in spec.stages]
         self.slots = slots
-        self.scheduler = scheduler or Scheduler((spec,), self.limits)
+        self.scheduler = scheduler or Scheduler((spec,), self.limits, drafter=drafter)
         self.links: list[deque[Frame]] = [deque() for _ in range(stages + 1)]
         self.forwards: list[Forward | None] = [None] * stages
         self.incarnations = list(range(1, stages + 1))

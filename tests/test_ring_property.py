@@ -7,6 +7,7 @@ follow-up turn reuses prompt + committed - 1 rows (DESIGN 4).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -31,6 +32,31 @@ class Client:
     cancelled: bool = False
 
 
+class Oracle:
+    """A drafter that mostly proposes what serial decoding will pick, and sometimes something else.
+
+    Each speculation of real drafters is a special case of it.
+    """
+
+    def __init__(self, truths: dict[tuple[int, ...], tuple[int, ...]], random: Random) -> None:
+        self._truths, self._random = truths, random
+        self._prompt: tuple[int, ...] = ()
+        self._known = 0
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        if not self._prompt:
+            self._prompt = tuple(tokens)
+        else:
+            self._known += len(tokens)
+
+    def propose(self, branch: Sequence[int], count: int) -> tuple[int, ...]:
+        at = self._known + len(branch)
+        found = list(self._truths.get(self._prompt, ())[at : at + count])
+        if found and self._random.random() < 0.3:
+            found[self._random.randrange(len(found))] ^= 1
+        return tuple(found)
+
+
 class World:
     """Clients that talk to one MemoryRing in an order drawn from one seed."""
 
@@ -39,7 +65,11 @@ class World:
     ) -> None:
         self.random = Random(seed)
         bounds = limits(slots=slots, chunk_tokens=chunk, window_frames=window, park_bytes=park)
-        self.ring = MemoryRing(stages, bounds=bounds, slots=slots).form()
+        self.truths: dict[tuple[int, ...], tuple[int, ...]] = {}
+        drafters = Random(seed)
+        self.ring = MemoryRing(
+            stages, bounds=bounds, slots=slots, drafter=lambda: Oracle(self.truths, drafters)
+        ).form()
         self.clients = [Client([]) for _ in range(4)]
 
     def speak(self, client: Client) -> None:
@@ -53,9 +83,11 @@ class World:
         elif roll < 0.4:
             del client.history[draw.randrange(len(client.history) + 1) :]  # an edit
         client.history += [draw.randrange(VOCABULARY) for _ in range(draw.randrange(1, 20))]
-        client.prompt, client.budget = tuple(client.history), draw.randrange(1, 12)
+        client.prompt = tuple(client.history)
+        client.budget = draw.randrange(1, 60 if draw.random() < 0.2 else 12)
         client.stops = (draw.randrange(VOCABULARY),) if draw.random() < 0.3 else ()
         client.truth = serial(client.prompt, client.budget, client.stops)
+        self.truths[client.prompt] = serial(client.prompt, client.budget)
         client.cancelled = False
         reuse = draw.random() < 0.9
         client.turn = self.ring.submit(client.prompt, client.budget, client.stops, reuse=reuse)

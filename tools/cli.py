@@ -38,6 +38,13 @@ class Dtype(StrEnum):
     FLOAT32 = "float32"
 
 
+class DrafterKind(StrEnum):
+    """How next tokens are guessed ahead."""
+
+    OFF = "off"
+    LOOKUP = "lookup"
+
+
 class Payloads(StrEnum):
     """How much of the activations a frame log keeps."""
 
@@ -129,6 +136,9 @@ def up(
         int | None, typer.Option(min=1, help="Tokens per slot [default: what the model allows].")
     ] = None,
     dtype: Annotated[Dtype, typer.Option(help="Precision of weights and KV.")] = Dtype.BFLOAT16,
+    drafter: Annotated[
+        DrafterKind, typer.Option(help="How next tokens are guessed ahead.")
+    ] = DrafterKind.LOOKUP,
     http: Http = "127.0.0.1:8000",
     served_model_name: Annotated[
         str | None, typer.Option(metavar="NAME", help="Model name in the API [default: --model].")
@@ -146,6 +156,7 @@ def up(
             slots=slots,
             max_model_len=max_model_len,
             dtype=dtype.value,
+            drafter=drafter.value,
             http=http,
             served_model_name=served_model_name,
             api_key=api_key,

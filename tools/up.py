@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -22,6 +23,7 @@ from types import FrameType
 from tools.client import Client
 from tools.errors import USAGE, ToolError
 from tools.pull import resolve_model
+from tools.serve import listen
 from tools.terminal import ProgressLine
 from transport.config import TOY, Config, Coordinator, Limits, Model, Ring, Stage, dumps
 
@@ -40,6 +42,7 @@ class Options:
     slots: int
     max_model_len: int | None
     dtype: str
+    drafter: str
     http: str
     served_model_name: str | None
     api_key: str | None
@@ -61,8 +64,45 @@ class Child:
         return lines[-1].removeprefix("kvring: ") if lines else "no output"
 
 
-class _InterruptedError(Exception):
-    """SIGINT or SIGTERM came."""
+class _InterruptedError(BaseException):
+    """SIGINT or SIGTERM came. No Exception: libraries catch those while they are imported."""
+
+
+class _Interrupts:
+    """SIGINT and SIGTERM raise _InterruptedError; while held, they wait for the end of the block.
+
+    A process is started within `hold`: an exception between its fork and its note in the list of
+    children would leave it running.
+    """
+
+    def __init__(self) -> None:
+        self._held = self._came = False
+        self._previous = {
+            number: signal.signal(number, self._take) for number in (signal.SIGINT, signal.SIGTERM)
+        }
+
+    def _take(self, _number: int, _frame: FrameType | None) -> None:
+        self._came = True
+        if not self._held:
+            raise _InterruptedError
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Put signals off."""
+        self._held = True
+        yield
+        self._held = False
+        if self._came:
+            raise _InterruptedError
+
+    def ignore(self) -> None:
+        """From now on a second Ctrl-C must not cut the ending short."""
+        self._held = True
+
+    def restore(self) -> None:
+        """As it was before."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
 
 def run_up(**options: object) -> int:
@@ -70,15 +110,13 @@ def run_up(**options: object) -> int:
     wanted = Options(**options)  # type: ignore[arg-type]
     folder = Path(tempfile.mkdtemp(prefix="kvring-"))
     children: list[Child] = []
-    previous = {
-        number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    interrupts = _Interrupts()
     failed = True
     try:
         config = _plan(wanted, folder)
         file = folder / "ring.toml"
         file.write_text(dumps(config))
-        _start(wanted, config, file, children)
+        _start(wanted, config, file, children, interrupts)
         _wait_ready(config, children)
         _greet(wanted, config)
         _watch(children)
@@ -86,11 +124,9 @@ def run_up(**options: object) -> int:
         failed = False
         return 0
     finally:
-        for number in previous:  # a second Ctrl-C must not cut the ending short
-            signal.signal(number, signal.SIG_IGN)
+        interrupts.ignore()
         _stop(children)
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        interrupts.restore()
         if failed and children:
             print(f"the processes' output is kept in {folder}", file=sys.stderr)
         else:
@@ -98,12 +134,9 @@ def run_up(**options: object) -> int:
     return 1
 
 
-def _interrupt(_number: int, _frame: FrameType | None) -> None:
-    raise _InterruptedError
-
-
 def _plan(wanted: Options, folder: Path) -> Config:
     """One ring on this machine: layers split evenly, links in the run's folder."""
+    http = _free_address(wanted.http)
     path, total, longest = _model(wanted.model)
     if wanted.stages > total:
         raise ToolError(f"--stages {wanted.stages}: the model has only {total} layers", code=USAGE)
@@ -122,9 +155,19 @@ def _plan(wanted: Options, folder: Path) -> Config:
     return Config(
         Model(path, name, wanted.dtype),
         (Ring("ring0", f"ipc://{folder}/verdicts.sock", stages),),
-        Coordinator(wanted.http),
+        Coordinator(http, wanted.drafter),
         Limits(slots=wanted.slots, max_model_len=length),
     )
+
+
+def _free_address(wanted: str) -> str:
+    """The address with a port of its own for port 0. Raises ToolError where it can't be had.
+
+    Asked before anything is started: what listens there might be another ring, and that it is
+    ready would be taken for this one's word.
+    """
+    with listen(wanted) as listener:
+        return f"{wanted.rpartition(':')[0]}:{listener.getsockname()[1]}"
 
 
 def _model(name: str) -> tuple[str, int, int]:
@@ -144,7 +187,9 @@ def _name(model: str) -> str:
     return Path(model).stem if model.endswith(".gguf") else Path(model).name
 
 
-def _start(wanted: Options, config: Config, file: Path, children: list[Child]) -> None:
+def _start(
+    wanted: Options, config: Config, file: Path, children: list[Child], interrupts: _Interrupts
+) -> None:
     extra: list[str] = []
     if wanted.record is not None:
         extra = ["--record", str(wanted.record), "--record-payloads", wanted.record_payloads]
@@ -158,7 +203,7 @@ def _start(wanted: Options, config: Config, file: Path, children: list[Child]) -
         commands[stage.name] = ["stage", "--ring", str(file), "--name", stage.name]
     for name, arguments in commands.items():
         log = file.parent / f"{name}.log"
-        with log.open("wb") as sink:
+        with interrupts.hold(), log.open("wb") as sink:
             process = subprocess.Popen(
                 [sys.executable, "-m", "tools.cli", *arguments, "--with-parent", *extra],
                 stdin=subprocess.PIPE,  # its end tells the child that this process is gone
@@ -166,7 +211,7 @@ def _start(wanted: Options, config: Config, file: Path, children: list[Child]) -
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # the terminal's Ctrl-C is for this process alone
             )
-        children.append(Child(name, process, log))
+            children.append(Child(name, process, log))
 
 
 def _fail_if_one_ended(children: list[Child]) -> None:

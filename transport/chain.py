@@ -112,9 +112,9 @@ class Chain:
                 high = middle - 1
         return low
 
-    def packed(self) -> bytes:
-        """The token ids as uint32, little endian."""
-        return bytes(self._tokens)
+    def packed(self, end: int | None = None) -> bytes:
+        """The token ids [0, end) as uint32, little endian."""
+        return bytes(self._tokens if end is None else self._tokens[: end * TOKEN_BYTES])
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:

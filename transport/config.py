@@ -21,6 +21,7 @@ from transport.toml_lines import key_lines
 
 TOY = "toy"
 DTYPES = ("bfloat16", "float32")
+DRAFTERS = ("off", "lookup")
 MAX_CONFIG_BYTES = 1 << 20
 MAX_RINGS = 64
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
@@ -51,17 +52,19 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Coordinator:
-    """http: host:port of the HTTP API."""
+    """http: host:port of the HTTP API. drafter: how next tokens are guessed, see DRAFTERS."""
 
     http: str = "127.0.0.1:8000"
+    drafter: str = "lookup"
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Bounds of everything that could grow; see docs/ring-toml.md.
 
-    max_model_len: tokens of prompt and reply. window_frames: Runs in flight per ring, None for
-    stages + 1. frame_timeout_s: a frame without a verdict for this long counts as lost.
+    max_model_len: tokens of prompt and reply. chunk_tokens: prefill tokens of one frame;
+    shared_chunk_tokens: the same while another turn decodes. window_frames: Runs in flight per
+    ring, None for as many as keep the stages busy. frame_timeout_s: a frame without a verdict for this long counts as lost.
     idle_ttl_s: rows that nobody has used for so long are freed, 0 for never. park_bytes: host
     memory per stage for rows of conversations that lost their slot. resume_s: a turn whose ring was
     lost fails when no ring is ready after this long.
@@ -70,6 +73,7 @@ class Limits:
     slots: int = 4
     max_model_len: int = 4096
     chunk_tokens: int = 256
+    shared_chunk_tokens: int = 64
     window_frames: int | None = None
     queue_turns: int = 256
     heartbeat_s: float = 1.0
@@ -344,8 +348,11 @@ def _coordinator(table: _Table) -> Coordinator:
     found = _HTTP.fullmatch(http)
     if found is None or int(found["port"]) > 65535:
         table.fail(f"must be host:port, not {_shown(http)}", "http")
+    drafter = table.take("drafter", str, Coordinator().drafter)
+    if drafter not in DRAFTERS:
+        table.fail(f"must be one of {', '.join(DRAFTERS)}, not {_shown(drafter)}", "drafter")
     table.finish()
-    return Coordinator(http)
+    return Coordinator(http, drafter)
 
 
 def _limits(table: _Table) -> Limits:
@@ -354,6 +361,9 @@ def _limits(table: _Table) -> Limits:
         slots=table.integer("slots", 1, 1024, base.slots),
         max_model_len=table.integer("max_model_len", 16, 1 << 20, base.max_model_len),
         chunk_tokens=table.integer("chunk_tokens", 8, 1 << 16, base.chunk_tokens),
+        shared_chunk_tokens=table.integer(
+            "shared_chunk_tokens", 8, 1 << 16, base.shared_chunk_tokens
+        ),
         window_frames=table.integer("window_frames", 1, 512, base.window_frames),
         queue_turns=table.integer("queue_turns", 1, 1 << 20, base.queue_turns),
         heartbeat_s=table.seconds("heartbeat_s", 0.01, 3600, base.heartbeat_s),

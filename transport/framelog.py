@@ -24,7 +24,7 @@ from transport.frame import Buffer, Envelope, Frame, FrameError
 MAGIC = b"\x89KVRLOG\n"  # not text, and a changed line end is noticed
 VERSION = 1
 DIGEST_BYTES = 16
-MAX_LOG_HEADER_BYTES = 64 << 10
+MAX_LOG_HEADER_BYTES = 2 << 20  # a ring.toml has at most 1 MiB
 MAX_LINK_BYTES = 512
 _START = Struct("<8sIII")  # magic, version, header bytes, CRC-32 of those 16 bytes and the header
 _RECORD = Struct("<IIII")  # mark, body bytes, CRC-32 of the body, CRC-32 of the 12 bytes before
@@ -63,7 +63,8 @@ class Payloads(IntEnum):
 class LogHeader:
     """Who recorded a segment. role: "stage" or "coordinator"; wall_ns: when, since 1970.
 
-    segment: from 0, counts this process's files.
+    segment: from 0, counts this process's files. config: the ring.toml it ran with, as text, so
+    that a log can be replayed alone; keep secrets out of it.
     """
 
     role: str
@@ -72,6 +73,7 @@ class LogHeader:
     version: str
     wall_ns: int
     segment: int = 0
+    config: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +222,7 @@ class FrameLogReader:
             plain = msgpack.unpackb(packed, max_map_len=0, max_ext_len=0)
         except (ValueError, TypeError, RecursionError, msgpack.UnpackException):
             raise FrameLogError(0, "a frame log header that is not msgpack") from None
-        types = [str, str, int, str, int, int]
+        types = [str, str, int, str, int, int, str]
         assert len(types) == len(fields(LogHeader))
         if type(plain) is not list or [type(each) for each in plain] != types:
             raise FrameLogError(0, "a frame log header with other fields")

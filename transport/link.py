@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
 import socket
 import time
 from collections import deque
@@ -25,14 +24,14 @@ from typing import Any, TypeAlias
 import aiozmq
 import zmq
 
-from transport.codec import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES
+from transport.codec import MAX_HEADER_BYTES, MAX_PARTS, MAX_PAYLOAD_BYTES
 from transport.frame import Buffer, Envelope, Frame
 from transport.numbering import Inbox, LinkCounts, OnDrop, Outbox
 
 HWM_FRAMES = 1000  # far above any scheduler window (stages + 1), which is what bounds memory
-QUEUED_BYTES = 4 * MAX_PAYLOAD_BYTES  # held by an asyncio push past the high-water mark
 BIND_PATIENCE_S = 1.0  # libzmq releases a closed socket's address a moment later
-COPY_BYTES = 1 << 20  # below it libzmq copies a part: passing it by reference costs more
+COPY_BYTES = 1 << 20  # a smaller part is copied when sent: passing a reference costs more
+VIEW_BYTES = 1 << 16  # a larger part is received as a view: a copy costs more
 SEND_TIMEOUT_S = 10.0
 
 OnFrame: TypeAlias = Callable[[Frame, Envelope], None]
@@ -106,7 +105,9 @@ class PushLink:
         """
         parts = self._outbox.pack(frame)
         try:
-            self._socket.send_multipart(parts, copy=False)
+            for part in parts[:-1]:
+                self._socket.send(part, zmq.SNDMORE)
+            self._socket.send(parts[-1], copy=False)  # blocks on a message's first part only
         except zmq.Again:
             raise LinkError(
                 errno.ETIMEDOUT,
@@ -139,6 +140,7 @@ class PullLink:
         self._inbox = Inbox(link, on_drop)
         self._ready: deque[tuple[Frame, Envelope]] = deque()  # at most a frame behind its gap
         self._socket = _socket(zmq.PULL, address, max_bytes, security)
+        self._timeout_ms = -1  # libzmq's word for no timeout, the socket's default
         self.envelope: Envelope | None = None  # of the frame that recv returned last
         deadline = time.monotonic() + BIND_PATIENCE_S
         try:
@@ -157,21 +159,37 @@ class PullLink:
     def recv(self, timeout_s: float) -> Frame | None:
         """The next frame, or None after timeout_s without one; `envelope` says whose it is.
 
-        Buffers of the frame are read-only views of the received message. Never raises FrameError.
+        Large tensors are read-only views of the received message. Never raises FrameError.
         """
         if not self._ready:
             deadline = time.monotonic() + timeout_s
-            left_s = timeout_s
-            while not self._ready:
-                self._socket.rcvtimeo = max(0, round(left_s * 1000))
+            self._wait_at_most(timeout_s)
+            while True:
                 try:
-                    messages = self._socket.recv_multipart(copy=False)
+                    parts = self._parts()
                 except zmq.Again:
                     return None
-                self._ready.extend(self._inbox.take([_buffer(message) for message in messages]))
-                left_s = deadline - time.monotonic()
+                self._ready.extend(self._inbox.take(parts))
+                if self._ready:
+                    break
+                self._wait_at_most(deadline - time.monotonic())
         frame, self.envelope = self._ready.popleft()
         return frame
+
+    def _wait_at_most(self, timeout_s: float) -> None:
+        timeout_ms = max(0, round(timeout_s * 1000))
+        if timeout_ms != self._timeout_ms:  # setting an option costs 4 us
+            self._socket.rcvtimeo = self._timeout_ms = timeout_ms
+
+    def _parts(self) -> list[Buffer]:
+        """One message; recv_multipart takes twice as long, and copies large parts."""
+        message = self._socket.recv(copy=False)
+        parts: list[Buffer] = [message.bytes]
+        while message.more:
+            message = self._socket.recv(copy=False)
+            if len(parts) <= MAX_PARTS:  # one too many shows; what follows it need not be kept
+                parts.append(message.bytes if len(message) < VIEW_BYTES else message.buffer)
+        return parts
 
     def close(self) -> None:
         """Close and release the address; messages not yet received are lost."""
@@ -215,14 +233,16 @@ class AsyncPush:
         """Send one frame without waiting; hand over fresh bytes, they may be kept by reference.
 
         Returns the envelope it left under. Raises LinkError when the link is closed or the peer
-        has fallen HWM_FRAMES and QUEUED_BYTES behind (the frame is then neither sent nor
-        numbered), FrameError when it is too large.
+        has fallen HWM_FRAMES behind (the frame is then neither sent nor numbered), FrameError when
+        it is too large.
         """
         transport = self._protocol.transport
         if self._protocol.lost.done():
             raise LinkError(errno.EPIPE, f"the link to {self.address} is closed")
-        if transport.get_write_buffer_size() > QUEUED_BYTES:
-            raise LinkError(errno.ENOBUFS, f"{self.address} takes no frames; is it running?")
+        if transport.get_write_buffer_size() > 0:  # aiozmq would queue without a bound
+            raise LinkError(
+                errno.ENOBUFS, f"{self.address} is {HWM_FRAMES} frames behind; is it running?"
+            )
         transport.write(self._outbox.pack(frame))
         return self._outbox.sent()
 
@@ -327,7 +347,7 @@ class _Protocol(aiozmq.ZmqProtocol):  # type: ignore[misc]
         try:
             if self._error is None:
                 callback(argument)
-        except BaseException as error:  # kept for wait(); out of here it would stop the reader
+        except Exception as error:  # kept for wait(); out of here it would stop the reader
             self._error = error
             self.transport.abort()
 
@@ -420,23 +440,21 @@ def _explain(action: str, address: str, error: zmq.ZMQError) -> LinkError:
         errno.EADDRINUSE: "another process listens there: stop it, or choose another address",
         errno.EADDRNOTAVAIL: "not an address of this machine: set `bind` beside `address`",
         errno.ENODEV: "not an address of this machine: set `bind` beside `address`",
-        errno.EINVAL: "not an address: write tcp://host:port or ipc://path",
-        errno.EPROTONOSUPPORT: "not an address: write tcp://host:port or ipc://path",
+        errno.EINVAL: _FORM,
         errno.ENOENT: "the folder of the ipc path does not exist: create it",
         errno.EACCES: "not allowed: choose a port above 1023 or a writable folder",
         errno.ENAMETOOLONG: "an ipc path has at most 107 bytes: choose a shorter one",
     }.get(error.errno or 0, "check the address")
-    return LinkError(
-        error.errno, f"cannot {action} {address}: {os.strerror(error.errno or 0)}; {advice}"
-    )
+    if not address.startswith(("tcp://", "ipc://")):
+        advice = _FORM
+    why = zmq.strerror(error.errno or 0)
+    return LinkError(error.errno, f"cannot {action} {address}: {why}; {advice}")
+
+
+_FORM = "not an address: write tcp://host:port or ipc://path"
 
 
 def _endpoint(raw: zmq.Socket[bytes]) -> str:
     found = raw.getsockopt(zmq.LAST_ENDPOINT)
     assert isinstance(found, bytes)
     return found.rstrip(b"\0").decode()
-
-
-def _buffer(message: zmq.Frame) -> Buffer:
-    """Small parts as bytes, which every reader takes; large ones as views, without a copy."""
-    return message.bytes if len(message) < COPY_BYTES else message.buffer

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
@@ -93,10 +94,7 @@ class Recorder:
             total -= path.stat().st_size
             path.unlink(missing_ok=True)
         self._file = (self._directory / name).open("xb", buffering=0)
-        started = LogHeader(
-            header.role, header.name, header.incarnation, header.version, header.wall_ns,
-            self._segment,
-        )  # fmt: skip
+        started = replace(header, segment=self._segment)
         self._segment += 1
         return FrameLogWriter(self._file, started, self._payloads)
 
