@@ -18,6 +18,7 @@ FORK_ROWS = 8  # a shorter common prefix is cheaper to prefill than to copy: 8 r
 PARK_ROWS = 64  # a shorter loss is not worth a place in the park
 GONE_TOKENS = 1 << 18  # token ids of given-up prefixes that are remembered: 5 MiB with hashes
 GONE_PREFIXES = 128  # and how many of them: a miss compares the prompt with each
+MAX_DROPPED = 32  # parked prefixes that make room for one; more would flood the ring with frees
 MAX_PARKED = 1024  # parked prefixes of one ring; each is compared at every match
 WITNESSES = 8  # candidates whose loss is computed exactly: 8 x slots comparisons, about 1 ms
 
@@ -52,13 +53,17 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A prompt that needs a slot. limit: at most so many rows are reused (its length - 1)."""
+    """A prompt that needs a slot. limit: at most so many rows are reused (its length - 1).
+
+    restore: copying from the park is worth while; else parked rows don't count, nor are any parked.
+    """
 
     packed: bytes
     root: bytes
     limit: int
     reuse: bool
     hint: str = ""
+    restore: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +85,9 @@ class Placement:
 class Miss:
     """Why a prompt was not reused further: from `position` on it is not resident.
 
-    reason: "new", "edited" (another text is resident there), or why a matching prefix was given up
-    ("evicted", "ttl", "request", "ring lost", "refused"). resident: up to 8 token ids that stand
-    (or stood) at position.
+    reason: "new", "edited" (another text is resident there), "reuse off", "busy ring" (resident on
+    another one), "parked" (restoring costs more than prefilling), or why a matching prefix was
+    given up (docs/residency.md). resident: up to 8 token ids that stand (or stood) at position.
     """
 
     position: int
@@ -123,6 +128,7 @@ class Ledger:
         self.slots = [Holding() for _ in range(slots)]
         self.parked: dict[int, Holding] = {}
         self.evictions: dict[str, int] = {}
+        self.restored = 0  # parked prefixes that came back whole
         self.gone = Gone()
         self._next_park = slots
 
@@ -154,8 +160,7 @@ class Ledger:
         free = [index for index, slot in enumerate(self.slots) if slot.turn is None]
         if not free:
             return None
-        matches = self.match(wanted.packed, wanted.root) if wanted.reuse else {}
-        matches = {index: min(length, wanted.limit) for index, length in matches.items()}
+        matches = self._usable(wanted)
         best = max(matches.values(), default=0)
         donors = [index for index, length in matches.items() if length == best and best]
         here = [index for index in donors if index in free]
@@ -164,17 +169,36 @@ class Ledger:
             if slot.resident <= best + 1 or (wanted.hint and slot.hint == wanted.hint):
                 return Placement(index, best)  # an extension, or the session's own old branch
         source = donors[0] if donors and best >= FORK_ROWS else None
-        victims = [i for i in free if i != source and self.slots[i].keep_until <= now]
+        victims = [i for i in free if i != source and not self._kept(i, now)]
         victim, loss = self._cheapest(victims, now)
-        for index in here:
-            slot = self.slots[index]
-            tail = (slot.resident - best) * slot.weight(now)
-            if victim is None or (slot.keep_until <= now and tail <= loss):
-                return Placement(index, best)
+        if victim in here:
+            return Placement(victim, best)  # its first rows are the wanted ones: nothing to copy
+        tails = [
+            ((self.slots[index].resident - best) * self.slots[index].weight(now), index)
+            for index in here
+            if victim is None or not self._kept(index, now)
+        ]
+        if tails and min(tails)[0] <= loss:
+            return Placement(min(tails)[1], best)
         if victim is None:  # all that is free is kept on request: the oldest wish yields
             victim = min(free, key=lambda index: self.slots[index].keep_until)
         matched = 0 if source is None else best
-        return Placement(victim, matched, source, *self._parking(victim, source, now))
+        parking = self._parking(victim, source, now) if wanted.restore else (None, ())
+        return Placement(victim, matched, source, *parking)
+
+    def _usable(self, wanted: Wanted) -> dict[int, int]:
+        """Per holding, how many of its rows the prompt can take over."""
+        if not wanted.reuse:
+            return {}
+        return {
+            index: min(length, wanted.limit)
+            for index, length in self.match(wanted.packed, wanted.root).items()
+            if wanted.restore or index < len(self.slots)
+        }
+
+    def _kept(self, index: int, now: float) -> bool:
+        slot = self.slots[index]
+        return slot.keep_until > now and slot.resident > 0
 
     def _cheapest(self, among: list[int], now: float) -> tuple[int | None, float]:
         """The holding that costs least to lose, and that cost in weighted rows.
@@ -217,7 +241,7 @@ class Ledger:
         while used + rows > self.park_rows or len(self.parked) - len(dropped) >= MAX_PARKED:
             left = [i for i in self.parked if i != source and i not in dropped]
             index, _ = self._cheapest(left, now)
-            if index is None:
+            if index is None or len(dropped) >= MAX_DROPPED:
                 return None, ()
             dropped.append(index)
             used -= max(self.parked[index].resident, self.parked[index].coming)
@@ -230,25 +254,26 @@ class Ledger:
         """
         if matched >= wanted.limit:
             return None
+        if not wanted.reuse:
+            return Miss(matched, "reuse off")
         length, reason, chain = self.gone.longest(wanted)
         if chain is not None and length > matched:
             return Miss(matched, reason, chain.tokens(matched, min(len(chain), matched + 8)))
         for index, common in self.match(wanted.packed, wanted.root).items():
             other = self.holding(index).chain
             assert other is not None
+            if common > matched and index >= len(self.slots):
+                return Miss(matched, "parked")
             if common == matched > 0 and len(other) > common:
                 end = min(len(other), common + 8)
                 return Miss(matched, "edited", other.tokens(common, end))
         return Miss(matched, "new") if matched == 0 else None
 
-    def coldest(self) -> int | None:
+    def coldest(self, now: float) -> int | None:
         """The slot whose loss costs least, or None while every slot is pinned."""
         free = [index for index, slot in enumerate(self.slots) if slot.turn is None]
-        return min(
-            free,
-            key=lambda i: (self.slots[i].resident > 0, self.slots[i].used),
-            default=None,
-        )
+        victim, _ = self._cheapest([i for i in free if not self._kept(i, now)], now)
+        return victim if victim is not None else min(free, default=None)
 
     def pin(self, index: int, turn: int) -> None:
         """Only `turn` may write here until `release`."""

@@ -25,17 +25,21 @@ def main() -> int:
             live(Random(seed), wanted.steps)
         except Exception:
             failed += 1
-            print(f"seed {seed} failed\n{traceback.format_exc()}", flush=True)
+            _say(f"seed {seed} failed\n{traceback.format_exc()}")
             if failed >= wanted.stop_after:
                 break
         if done % 500 == 0 or done == wanted.seeds:
             passed, used = time.perf_counter() - began, time.process_time() - cpu
-            print(
+            _say(
                 f"{done} worlds, {failed} failed, {done / passed * 60:.0f} a minute "
-                f"({done / used * 60:.0f} a minute of processor time)",
-                flush=True,
+                f"({done / used * 60:.0f} a minute of processor time)"
             )
     return 1 if failed else 0
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

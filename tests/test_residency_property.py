@@ -9,6 +9,7 @@ capacity comes back, and a clean follow-up turn reuses prompt + committed - 1 ro
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from unittest.mock import patch
 
@@ -19,7 +20,7 @@ from coord import ledger
 from coord.ledger import FORK_ROWS
 from coord.ring import Phase
 from tests.memoryring import VOCABULARY, limits
-from tests.memoryworld import MemoryWorld, Oracle
+from tests.memoryworld import HalfRight, MemoryWorld, Oracle
 from transport.frame import FreeSlot, KeepSlot
 
 ORACLE = Oracle(layers=2)
@@ -61,8 +62,15 @@ class World:
             frame_timeout_s=20.0,
         )
         stages = [draw.randrange(1, 3) for _ in range(draw.randrange(1, 3))]
-        codec = draw.random() < 0.1
-        self.world = MemoryWorld(ORACLE, bounds, stages=stages, slots=self.slots, codec=codec)
+        self.world = MemoryWorld(
+            ORACLE,
+            bounds,
+            stages=stages,
+            slots=self.slots,
+            codec=draw.random() < 0.1,
+            check_every=draw.choice((1, 5, 5, 5)),
+            drafter=draw.choice((None, partial(HalfRight, ORACLE))),
+        )
         self.world.form()
         self.clients = [
             Client(b"b" if i == 3 else b"", "" if i % 2 else f"c{i}", []) for i in range(5)
@@ -119,8 +127,8 @@ class World:
         reply = self.world.replies[client.turn]
         if reply.over:
             if reply.failed is not None:
-                codes = ("not_ready", "ring_lost") if self.faults else ()
-                codes += ("rows_refused",) if self.damages else ()
+                codes = ["not_ready", "ring_lost"] if self.faults else []
+                codes += ["rows_refused"] if self.damages else []
                 assert reply.failed.code in codes, reply
             client.history = [*client.prompt, *reply.tokens]
             client.turn = None
