@@ -78,8 +78,7 @@ def explain(choice: Choice, rings: Mapping[str, Ring]) -> Miss | None:
     for ring in rings.values():
         if ring is choice.ring or ring.fingerprint != choice.ring.fingerprint:
             continue
-        there = ring.ledger.match(wanted.packed, wanted.root)
-        if min(max(there.values(), default=0), wanted.limit) > matched:
+        if ring.ledger.longest(wanted) > matched:
             return Miss(matched, "busy ring")
         length, reason, _ = ring.ledger.gone.longest(wanted)
         if length > matched:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from transport.chain import Chain
+from transport.chain import TOKEN_BYTES, Chain
 
 HALF_LIFE_S = 600.0  # an idle prefix is worth half as much after this long
 UNPROVEN = 0.25  # worth of a prefix that no second turn has used: titles and other side requests
@@ -38,6 +38,7 @@ class Holding:
     hint: str = ""
     proven: bool = False
     keep_until: float = 0.0
+    twin: tuple[int, int] | None = None  # the holding that shares most of it, and how many rows
 
     @property
     def resident(self) -> int:
@@ -111,12 +112,30 @@ class Gone:
 
     def longest(self, wanted: Wanted) -> tuple[int, str, Chain | None]:
         """Longest common prefix with any of them, why it went, and its chain."""
-        best, why, found = 0, "", None
-        for chain, reason in self.prefixes:
-            length = chain.common(wanted.packed, wanted.root)
-            if length and length >= best:
-                best, why, found = length, reason, chain
-        return best, why, found
+        chains = dict(enumerate(chain for chain, _ in self.prefixes))
+        best, found = longest(chains, wanted.packed, wanted.root)
+        if not best:
+            return 0, "", None
+        chain, reason = self.prefixes[found[-1]]
+        return best, reason, chain
+
+
+def longest(chains: dict[int, Chain], packed: bytes, root: bytes) -> tuple[int, list[int]]:
+    """The longest common prefix with any chain, and which chains have it (none for 0).
+
+    Whoever does not begin with the best prefix so far is out after one memory compare.
+    """
+    best, found = 0, []
+    start, beyond = b"", packed[:TOKEN_BYTES]
+    for index, chain in chains.items():
+        if chain.root != root:
+            continue
+        if len(beyond) > len(start) and chain.starts_with(beyond):
+            best, found = chain.common(packed, root, best + 1), [index]
+            start, beyond = packed[: best * TOKEN_BYTES], packed[: (best + 1) * TOKEN_BYTES]
+        elif best and chain.starts_with(start):
+            found.append(index)
+    return best, found
 
 
 class Ledger:
@@ -143,13 +162,14 @@ class Ledger:
     def _all(self) -> dict[int, Holding]:
         return {**dict(enumerate(self.slots)), **self.parked}
 
-    def match(self, packed: bytes, root: bytes) -> dict[int, int]:
-        """Per holding, how many leading tokens of the packed prompt are resident there."""
-        return {
-            index: each.chain.common(packed, root)
-            for index, each in self._all().items()
-            if each.chain is not None
-        }
+    def _chains(self, *, parked: bool = True) -> dict[int, Chain]:
+        numbered = self._all() if parked else dict(enumerate(self.slots))
+        return {index: each.chain for index, each in numbered.items() if each.chain is not None}
+
+    def longest(self, wanted: Wanted) -> int:
+        """How many of a prompt's rows are resident somewhere, whether it may use them or not."""
+        packed = wanted.packed[: wanted.limit * TOKEN_BYTES]
+        return longest(self._chains(), packed, wanted.root)[0]
 
     def place(self, wanted: Wanted, now: float) -> Placement | None:
         """The slot for a prompt, or None while every slot is pinned. Changes nothing.
@@ -160,9 +180,10 @@ class Ledger:
         free = [index for index, slot in enumerate(self.slots) if slot.turn is None]
         if not free:
             return None
-        matches = self._usable(wanted)
-        best = max(matches.values(), default=0)
-        donors = [index for index, length in matches.items() if length == best and best]
+        best, donors = 0, []
+        if wanted.reuse:
+            packed = wanted.packed[: wanted.limit * TOKEN_BYTES]
+            best, donors = longest(self._chains(parked=wanted.restore), packed, wanted.root)
         here = [index for index in donors if index in free]
         for index in here:
             slot = self.slots[index]
@@ -186,16 +207,6 @@ class Ledger:
         parking = self._parking(victim, source, now) if wanted.restore else (None, ())
         return Placement(victim, matched, source, *parking)
 
-    def _usable(self, wanted: Wanted) -> dict[int, int]:
-        """Per holding, how many of its rows the prompt can take over."""
-        if not wanted.reuse:
-            return {}
-        return {
-            index: min(length, wanted.limit)
-            for index, length in self.match(wanted.packed, wanted.root).items()
-            if wanted.restore or index < len(self.slots)
-        }
-
     def _kept(self, index: int, now: float) -> bool:
         slot = self.slots[index]
         return slot.keep_until > now and slot.resident > 0
@@ -218,16 +229,24 @@ class Ledger:
 
     def unique_rows(self, index: int) -> int:
         """Rows that no other holding has: what it would cost to lose this one."""
-        chain = self.holding(index).chain
-        if chain is None:
+        each = self.holding(index)
+        if each.chain is None:
             return 0
-        packed = chain.packed()
-        shared = (
-            other.chain.common(packed, chain.root)
-            for number, other in self._all().items()
-            if number != index and other.chain is not None
-        )
-        return len(chain) - max(shared, default=0)
+        if each.twin is None or not self._shares(each.chain, *each.twin):
+            others = self._chains()
+            del others[index]
+            shared, found = longest(others, each.chain.packed(), each.chain.root)
+            each.twin = (found[0], shared) if found else (index, 0)
+        return len(each.chain) - min(len(each.chain), each.twin[1])
+
+    def _shares(self, chain: Chain, twin: int, rows: int) -> bool:
+        """True while `twin` still holds the first `rows` of a chain: one hash says so."""
+        if not rows:
+            return True
+        other = self.holding(twin).chain if self.has(twin) else None
+        if other is None or len(other) < rows or len(chain) < rows:
+            return False
+        return chain.hash_before(rows) == other.hash_before(rows)
 
     def _parking(
         self, victim: int, source: int | None, now: float
@@ -259,14 +278,14 @@ class Ledger:
         length, reason, chain = self.gone.longest(wanted)
         if chain is not None and length > matched:
             return Miss(matched, reason, chain.tokens(matched, min(len(chain), matched + 8)))
-        for index, common in self.match(wanted.packed, wanted.root).items():
+        best, found = longest(self._chains(), wanted.packed, wanted.root)
+        if best > matched and found[0] >= len(self.slots):
+            return Miss(matched, "parked")
+        for index in found if best == matched else []:
             other = self.holding(index).chain
-            assert other is not None
-            if common > matched and index >= len(self.slots):
-                return Miss(matched, "parked")
-            if common == matched > 0 and len(other) > common:
-                end = min(len(other), common + 8)
-                return Miss(matched, "edited", other.tokens(common, end))
+            if other is not None and len(other) > best:
+                end = min(len(other), best + 8)
+                return Miss(matched, "edited", other.tokens(best, end))
         return Miss(matched, "new") if matched == 0 else None
 
     def coldest(self, now: float) -> int | None:
@@ -287,11 +306,17 @@ class Ledger:
         assert slot.turn == turn, (index, slot.turn, turn)
         slot.turn = None
         slot.used = now
+        slot.twin = None  # what others have in common with it may be more now
 
     def claim(self, index: int, hint: str, *, proven: bool) -> None:
         """The slot's next rows belong to a session; proven: they extend a reused prefix."""
         slot = self.slots[index]
         slot.hint, slot.proven = hint, proven
+
+    def share(self, one: int, other: int, rows: int) -> None:
+        """Two holdings will have these rows in common: losing one of them costs that much less."""
+        if self.has(one) and self.unique_rows(one) > self.holding(one).resident - rows:
+            self.holding(one).twin = other, rows
 
     def keep(self, index: int, until: float, now: float) -> bool:
         """Don't give a slot up before `until`; False when no other slot would be left to give."""
@@ -331,6 +356,7 @@ class Ledger:
         if index < len(self.slots):
             slot = self.slots[index]
             slot.chain, slot.hint, slot.proven, slot.keep_until = None, "", False, 0.0
+            slot.twin = None
         else:
             self.parked.pop(index, None)
 

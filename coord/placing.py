@@ -45,6 +45,8 @@ def carry_out(turn: Turn, choice: Choice, now: float) -> list[Copy | Free]:
             ledger.forget(source)  # all of it is in the slot again
             ledger.restored += 1
             frames.append(ring.free(source, now))
+        else:
+            ledger.share(source, slot, matched)
     return frames
 
 
