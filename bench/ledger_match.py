@@ -2,7 +2,8 @@
 
     python -m bench.ledger_match [--resident 100] [--tokens 8000] [--parked 400]
 
-`shared` is the length of a system prompt that all have in common. Prints medians and p99 in ms of processor time of
+`shared` is the length of a system prompt that all have in common. Prints medians and p99 in ms of
+processor time of
 match + place + explain (what one admission costs), then JSON.
 """
 

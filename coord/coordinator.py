@@ -15,16 +15,31 @@ import structlog
 
 from coord.actions import Action, Admitted, Failed, Finished, Send, Tokens, TurnError
 from coord.draft import LookupDrafter
-from coord.gateway import Limits as Served
-from coord.ring import Phase
+from coord.http.engine import Limits as Served
+from coord.http.engine import Resident
+from coord.ledger import Holding
+from coord.ring import Phase, Ring
 from coord.scheduler import Scheduler
 from transport.config import Config
-from transport.frame import Cancel, Envelope, Frame, FreeSlot, Heartbeat, Sampling, Submit, Tick
+from transport.frame import (
+    Cancel,
+    Envelope,
+    Frame,
+    FreeSlot,
+    Heartbeat,
+    KeepSlot,
+    Sampling,
+    Submit,
+    Tick,
+)
 from transport.framelog import Direction
 from transport.link import AsyncPull, AsyncPush, LinkError, open_pull, open_push
 from transport.recorder import Recorder
 
 Event = Admitted | Tokens | Finished | Failed
+FIRST_TOKENS = 24  # of a resident prefix, for GET /ring?preview=1
+NOBODY = b"\0"  # no tenant's salt
+MAX_SALTS = 4096  # salts by their chain's root, beyond which those of no resident prefix go
 
 
 class TurnStream:
@@ -83,6 +98,7 @@ class Coordinator:
         self._pushes: dict[str, AsyncPush] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._phases: dict[str, tuple[Phase, str]] = {}
+        self._salts: dict[bytes, bytes] = {}  # root of a chain -> salt: whose rows they are
 
     # ---- life ----
 
@@ -145,13 +161,15 @@ class Coordinator:
         sampling: Sampling,
         salt: bytes = b"",
         reuse: bool = True,
+        hint: str = "",
+        keep_s: float = 0.0,
     ) -> TurnStream:
         """Start a turn. Raises TurnError when it is refused at once."""
         self._last_turn += 1
         turn = self._last_turn
         stream = self._streams[turn] = TurnStream(self, turn)
         refused = self._step(
-            Submit(turn, tuple(prompt), budget, tuple(stops), sampling, salt, reuse)
+            Submit(turn, tuple(prompt), budget, tuple(stops), sampling, salt, reuse, hint, keep_s)
         )
         for action in refused:
             if isinstance(action, Failed) and action.turn == turn:
@@ -165,9 +183,60 @@ class Coordinator:
         self._step(Cancel(turn, reason))
         return True
 
-    def free(self, ring: str, slot: int) -> None:
-        """Drop what is resident in an unpinned slot."""
-        self._step(FreeSlot(ring, slot))
+    def free(self, ring: str, slot: int) -> int:
+        """Drop what is resident in a slot or parked prefix; see coord.http.engine."""
+        found, holding = self._holding(ring, slot)
+        if found.phase is not Phase.READY:
+            raise TurnError(503, "not_ready", f"ring {ring}: {found.detail}")
+        if holding.turn is not None:
+            raise TurnError(409, "slot_busy", f"a turn writes in slot {slot} of ring {ring}")
+        rows = holding.resident
+        if rows:
+            self._step(FreeSlot(ring, slot))
+        return rows
+
+    def keep(self, ring: str, slot: int, keep_s: float) -> None:
+        """Don't give a slot up for keep_s seconds; see coord.http.engine."""
+        found, holding = self._holding(ring, slot)
+        if slot >= len(found.ledger.slots):
+            raise TurnError(409, "slot_parked", f"{slot} is parked: only slots can be kept")
+        if keep_s and holding.turn is None and not holding.resident:
+            raise TurnError(409, "slot_empty", f"slot {slot} of ring {ring} holds nothing")
+        before = holding.keep_until
+        self._step(KeepSlot(ring, slot, keep_s))
+        if keep_s and holding.keep_until == before:
+            text = f"no slot of ring {ring} would be left to give up: all others are kept"
+            raise TurnError(409, "nothing_left_to_give_up", text)
+
+    def _holding(self, ring: str, slot: int) -> tuple[Ring, Holding]:
+        found = self.scheduler.rings.get(ring)
+        if found is None or not found.ledger.has(slot):
+            raise TurnError(404, "slot_not_found", f"no slot {slot} in a ring {ring!r}", "slot")
+        return found, found.ledger.holding(slot)
+
+    def residents(self) -> list[Resident]:
+        """Every slot and parked prefix; see coord.http.engine."""
+        return [
+            Resident(
+                name,
+                index,
+                holding.resident,
+                holding.turn is not None,
+                index >= len(ring.ledger.slots),
+                self._salt(holding),
+                () if holding.chain is None else holding.chain.tokens()[:FIRST_TOKENS],
+            )
+            for name, ring in self.scheduler.rings.items()
+            for index, holding in _holdings(ring)
+        ]
+
+    def _salt(self, holding: Holding) -> bytes | None:
+        """Whose rows they are; NOBODY should a salt have been forgotten."""
+        if holding.turn is not None:
+            return self.scheduler.turns[holding.turn].submit.salt
+        if holding.chain is None:
+            return NOBODY if holding.coming else None
+        return self._salts.get(holding.chain.root, NOBODY)
 
     def ready(self) -> tuple[bool, str]:
         """(True, "") when a token has been round some ring, else what is missing, in words."""
@@ -204,6 +273,14 @@ class Coordinator:
         }
         for field in fields(totals):
             found[f"{field.name}_total"] = getattr(totals, field.name)
+        found["parked_prefixes"] = sum(len(ring.ledger.parked) for ring in rings)
+        found["parked_rows"] = sum(_parked_rows(ring) for ring in rings)
+        reasons: dict[str, int] = {}
+        for ring in rings:
+            for reason, count in ring.ledger.evictions.items():
+                reasons[reason] = reasons.get(reason, 0) + count
+        for reason, count in reasons.items():
+            found[f'evictions_total{{reason="{reason}"}}'] = count
         return found
 
     def describe(self) -> dict[str, object]:
@@ -245,15 +322,20 @@ class Coordinator:
                 for stage in ring.spec.stages
             ],
             "slots": [
-                {
-                    "slot": index,
-                    "resident": slot.resident,
-                    "capacity": ring.ledger.capacity,
-                    "turn": slot.turn,
-                    "idle_s": None if slot.turn is not None else round(now - slot.used, 1),
-                }
+                {**_describe_holding(index, slot, now), "capacity": ring.ledger.capacity}
                 for index, slot in enumerate(ring.ledger.slots)
             ],
+            "parked": [
+                _describe_holding(index, parked, now)
+                for index, parked in ring.ledger.parked.items()
+            ],
+            "parked_rows": _parked_rows(ring),
+            "park_limit_rows": ring.ledger.park_rows,
+            "evictions": dict(ring.ledger.evictions),
+            "rates": {  # what routing predicts with, of the slowest stage
+                "row_ms": round(ring.row_s * 1e3, 4) or None,
+                "frame_ms": round(ring.frame_s * 1e3, 3) or None,
+            },
         }
 
     # ---- the core's shell ----
@@ -282,11 +364,23 @@ class Coordinator:
         if isinstance(action, Send):
             self._send(action)
             return
+        if isinstance(action, Admitted):
+            self._note_salt(action)
         stream = self._streams.get(action.turn)
         if stream is not None:
             stream.put(action)
             if isinstance(action, (Finished, Failed)):
                 del self._streams[action.turn]
+
+    def _note_salt(self, admitted: Admitted) -> None:
+        turn = self.scheduler.turns[admitted.turn]
+        assert turn.chain is not None, turn
+        self._salts[turn.chain.root] = turn.submit.salt
+        if len(self._salts) > MAX_SALTS:
+            rings = self.scheduler.rings.values()
+            chains = [holding.chain for ring in rings for _, holding in _holdings(ring)]
+            roots = {chain.root for chain in chains if chain is not None} | {turn.chain.root}
+            self._salts = {root: salt for root, salt in self._salts.items() if root in roots}
 
     def _send(self, action: Send) -> None:
         frame = action.frame
@@ -320,6 +414,26 @@ class Coordinator:
         if deadline is not None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(max(0.0, deadline - now), self._step, Tick())
+
+
+def _holdings(ring: Ring) -> list[tuple[int, Holding]]:
+    return [*enumerate(ring.ledger.slots), *ring.ledger.parked.items()]
+
+
+def _parked_rows(ring: Ring) -> int:
+    return sum(parked.resident for parked in ring.ledger.parked.values())
+
+
+def _describe_holding(index: int, holding: Holding, now: float) -> dict[str, object]:
+    return {
+        "slot": index,
+        "resident": holding.resident,
+        "turn": holding.turn,
+        "idle_s": None if holding.turn is not None else round(now - holding.used, 1),
+        "proven": holding.proven,
+        "kept_s": round(max(0.0, holding.keep_until - now), 1),
+        "session": holding.hint[:8] or None,
+    }
 
 
 def _beat(heard: tuple[Heartbeat, float] | None, now: float) -> dict[str, object]:

@@ -6,24 +6,28 @@ See docs/api.md. The engine is a protocol, so that tests script it and the coord
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import structlog
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from coord.actions import TurnError
+from coord.history import History, spelling
 from coord.http.answer import Answer, ChatAnswer, TextAnswer
+from coord.http.engine import Engine
 from coord.http.errors import ClientGoneError, Edge, install, read_body, sse_error
+from coord.http.keys import Caller, Key, Keyring, derive_hint, derive_salt
 from coord.http.metrics import CONTENT_TYPE, Metrics
-from coord.http.reply import Delta, Reply, TurnStream, Wanted
+from coord.http.reply import Delta, Reply, Wanted
+from coord.http.rings import RingApi
 from coord.http.schema import (
     ChatRequest,
     CompletionRequest,
@@ -33,61 +37,23 @@ from coord.http.schema import (
     parse,
 )
 from coord.http.sse import DONE, EventStream, encode_event, until_gone
+from coord.splice import splice
 from coord.tokenizer import Tokenizer
 from transport.frame import Sampling
 
 R = TypeVar("R", bound=Strict)
 OPEN_PATHS = ("/health", "/ready")  # no key needed: probes have none
 I63_MASK = (1 << 63) - 1
+MAX_SESSIONS = 16384  # hints whose last salt is remembered, to explain a miss: 3 MB
 
 _log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """max_model_len: rows of a slot, so a prompt and its answer together. models: names served."""
-
-    max_model_len: int
-    models: tuple[str, ...]
-
-
-class Engine(Protocol):
-    """What runs turns: the coordinator's shell."""
-
-    @property
-    def limits(self) -> Limits:
-        """Constant while the app lives."""
-
-    def submit(
-        self,
-        prompt: Sequence[int],
-        *,
-        budget: int,
-        stops: Sequence[int],
-        sampling: Sampling,
-        salt: bytes,
-        reuse: bool,
-    ) -> TurnStream:
-        """Start a turn. TurnError: 429 queue full, 503 not ready, 400 over the context length."""
-
-    def describe(self) -> dict[str, object]:
-        """GET /ring, JSON-able."""
-
-    def ready(self) -> tuple[bool, str]:
-        """(True, "") or (False, what is missing, in words)."""
-
-    def progress(self) -> dict[str, object]:
-        """Details for GET /ready: per stage its state and how far loading is."""
-
-    def counters(self) -> Mapping[str, float]:
-        """Gauges, and counters by their _total: name or name{label="value"} -> value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """The API's own configuration. No api_keys: everybody may come in."""
 
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[Key, ...] = ()
     served_models: tuple[str, ...] = ()  # names to answer to, instead of the engine's
     body_limit_bytes: int = 4 << 20  # text of 1 M tokens; the worst JSON of it parses in 0.9 s
     body_timeout_s: float = 30.0
@@ -99,7 +65,7 @@ class Settings:
 def build_app(engine: Engine, tokenizer: Tokenizer, settings: Settings) -> FastAPI:
     """The ASGI app of one coordinator."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
-    gateway = _Gateway(engine, tokenizer, settings)
+    gateway, rings = _Gateway(engine, tokenizer, settings), RingApi(engine, tokenizer)
     for path, handler in (
         ("/v1/chat/completions", gateway.chat),
         ("/v1/completions", gateway.complete),
@@ -114,25 +80,14 @@ def build_app(engine: Engine, tokenizer: Tokenizer, settings: Settings) -> FastA
         ("/health", gateway.health),
         ("/ready", gateway.ready),
         ("/metrics", gateway.metrics),
-        ("/ring", gateway.ring),
+        ("/ring", rings.view),
     ):
         app.add_api_route(path, view, methods=["GET"])
+    app.add_api_route("/ring/slots/{slot:int}", rings.evict, methods=["DELETE"])
+    app.add_api_route("/ring/slots/{slot:int}", rings.keep, methods=["PUT"])
     install(app, retry_after_s=settings.retry_after_s)
-    app.add_middleware(Edge, api_keys=settings.api_keys, open_paths=OPEN_PATHS)
+    app.add_middleware(Edge, keys=Keyring(settings.api_keys), open_paths=OPEN_PATHS)
     return app
-
-
-def derive_salt(tenant: bytes, cache_salt: str | None) -> bytes:
-    """The salt of a prefix-hash chain: tenants and salts never share by accident.
-
-    Both parts are length-prefixed (case 20). b"" where there is neither key nor salt.
-    """
-    if not tenant and cache_salt is None:
-        return b""
-    digest = hashlib.blake2b(digest_size=32, person=b"kvring-salt")
-    for part in (tenant, (cache_salt or "").encode("utf-8")):
-        digest.update(len(part).to_bytes(8, "little") + part)
-    return digest.digest()
 
 
 class _Gateway:
@@ -145,7 +100,9 @@ class _Gateway:
         self._models = settings.served_models or engine.limits.models
         self._metrics = Metrics(engine.counters)
         self._created = int(time.time())
-        self._replies: dict[str, Reply] = {}  # bounded by the engine's queue
+        self._replies: dict[tuple[bytes, str], Reply] = {}  # bounded by the engine's queue
+        self._history = History()
+        self._salts: OrderedDict[str, bytes] = OrderedDict()  # session hint -> its last salt
 
     # ---- completions ----
 
@@ -154,8 +111,15 @@ class _Gateway:
         wanted = await self._parse(request, ChatRequest)
         model = self._known_model(wanted.model)
         messages = [message.plain() for message in wanted.messages]
+        salt = derive_salt(_caller(request).tenant, wanted.cache_salt)
+        said = {
+            index: spoken
+            for index, message in enumerate(messages)
+            if message["role"] == "assistant"
+            and (spoken := self._history.recall(salt, message["content"]))
+        }
         # A long prompt takes 1-3 us per byte to encode: off the loop, streams must not stall.
-        prompt = await asyncio.to_thread(self._tokenizer.render, messages)
+        prompt = await asyncio.to_thread(splice, self._tokenizer, messages, said)
         answer = ChatAnswer(
             f"chatcmpl-{uuid.uuid4().hex}",
             int(time.time()),
@@ -182,9 +146,9 @@ class _Gateway:
         )
         return await self._answer(request, wanted, prompt, answer)
 
-    async def cancel(self, reply: str) -> Response:
-        """POST /v1/cancel/{id}: ids are random, so knowing one is the right to use it."""
-        running = self._replies.get(reply)
+    async def cancel(self, request: Request, reply: str) -> Response:
+        """POST /v1/cancel/{id}: ids are random, so knowing a tenant's is the right to use it."""
+        running = self._replies.get((_caller(request).tenant, reply))
         if running is None:
             raise TurnError(404, "reply_not_found", f"no running reply has the id {reply}", "id")
         running.cancel()
@@ -222,6 +186,9 @@ class _Gateway:
         stops = {*wanted.stop_token_ids, *(() if wanted.ignore_eos else self._tokenizer.stops)}
         # 53 random bits: the seed is reported, and JavaScript must be able to send it back.
         seed = secrets.randbits(53) if wanted.seed is None else wanted.seed & I63_MASK
+        tenant = _caller(request).tenant
+        salt, chat = derive_salt(tenant, wanted.cache_salt), isinstance(wanted, ChatRequest)
+        hint = derive_hint(tenant, wanted.session(request.headers.get("x-session-id")))
         stream = self._engine.submit(
             prompt,
             budget=budget,
@@ -234,10 +201,12 @@ class _Gateway:
                 seed=seed,
                 logprobs=wanted.wanted_logprobs,
             ),
-            salt=derive_salt(request.state.tenant, wanted.cache_salt),
+            salt=salt,
             reuse=wanted.kvring.reuse,
+            hint=hint,
+            keep_s=wanted.kvring.keep_s,
         )
-        reply = self._replies[reply_id] = Reply(
+        reply = self._replies[tenant, reply_id] = Reply(
             stream,
             self._tokenizer,
             Wanted(
@@ -245,21 +214,43 @@ class _Gateway:
                 stops=frozenset(stops),
                 stop_strings=tuple(wanted.stops),
                 logprobs=wanted.wanted_logprobs is not None,
-                strip=isinstance(wanted, ChatRequest),
+                strip=chat,
                 seed=seed,
                 timeout_s=self._settings.turn_timeout_s,
+                reuse=wanted.kvring.reuse,
+                other_salt=self._salt_changed(hint, salt),
             ),
             self._metrics,
-            on_close=lambda: self._forget(reply_id),
+            on_close=lambda: self._ended(tenant, reply_id, prompt, salt if chat else None),
         )
         return reply
 
-    def _forget(self, reply_id: str) -> None:
-        reply = self._replies.pop(reply_id, None)
-        if reply is not None:
-            report = reply.report()
-            del report["first_new"]  # a client's text belongs in no log
-            _log.info("turn ended", id=reply_id, tokens=reply.completion_tokens, **report)
+    def _salt_changed(self, hint: str, salt: bytes) -> bool:
+        """Note the salt of a session's request; True if its last one had another."""
+        if not hint:
+            return False
+        last = self._salts.pop(hint, salt)
+        self._salts[hint] = salt
+        if len(self._salts) > MAX_SESSIONS:
+            self._salts.popitem(last=False)
+        return last != salt
+
+    def _ended(
+        self, tenant: bytes, reply_id: str, prompt: Sequence[int], salt: bytes | None
+    ) -> None:
+        """Forget a reply; remember what it said. salt: of a chat's history, None for no chat."""
+        reply = self._replies.pop((tenant, reply_id), None)
+        if reply is None:
+            return
+        tokens, text = reply.spoken
+        if salt is not None and text:
+            spelled = spelling(self._tokenizer, tokens, text, strip=True)
+            if spelled is not None:
+                self._history.add(salt, text, prompt, *spelled)
+        report = reply.report()
+        miss = report.pop("miss")  # a client's text belongs in no log
+        reason = miss["reason"] if isinstance(miss, dict) else None
+        _log.info("turn ended", id=reply_id, tokens=reply.completion_tokens, miss=reason, **report)
 
     def _budget(self, prompt: int, asked: int | None) -> int:
         length = self._engine.limits.max_model_len
@@ -356,13 +347,16 @@ class _Gateway:
         headers = {} if ready else {"retry-after": str(self._settings.retry_after_s)}
         return JSONResponse(body, 200 if ready else 503, headers)
 
-    async def metrics(self) -> Response:
-        """GET /metrics."""
+    async def metrics(self, request: Request) -> Response:
+        """GET /metrics. Totals tell how long others' prompts are, so it takes an admin's key."""
+        if not _caller(request).admin:
+            raise TurnError(403, "not_an_admin", "GET /metrics is for API keys marked admin")
         return Response(self._metrics.exposition(), headers={"content-type": CONTENT_TYPE})
 
-    async def ring(self) -> Response:
-        """GET /ring."""
-        return JSONResponse(self._engine.describe())
+
+def _caller(request: Request) -> Caller:
+    caller: Caller = request.state.caller
+    return caller
 
 
 async def _events(

@@ -180,7 +180,8 @@ class Ledger:
         free = [index for index, slot in enumerate(self.slots) if slot.turn is None]
         if not free:
             return None
-        best, donors = 0, []
+        best = 0
+        donors: list[int] = []
         if wanted.reuse:
             packed = wanted.packed[: wanted.limit * TOKEN_BYTES]
             best, donors = longest(self._chains(parked=wanted.restore), packed, wanted.root)

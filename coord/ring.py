@@ -6,10 +6,11 @@ segments inside a frame. Part of the scheduler core: no clock, no I/O.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
+from coord.counters import Stats
 from coord.ledger import MAX_PARKED, Ledger, Placement
 from transport.chain import Chain, root_hash
 from transport.config import Limits
@@ -70,20 +71,6 @@ def fits(result: Result, segment: Segment) -> bool:
     """True when a result answers exactly the positions that the segment wanted."""
     wanted = segment.turn, segment.slot, segment.end - segment.want, segment.want
     return (result.turn, result.slot, result.start, len(result.tokens)) == wanted
-
-
-@dataclass(slots=True)
-class Stats:
-    """What one ring did since the process began; exported as counters."""
-
-    formed: int = 0
-    lost: int = 0
-    stale: int = 0  # answers to frames that nobody waits for any more
-    refused: int = 0  # segments and copies that a stage refused
-    hop_s: float | None = None  # last ping's round trip, seconds
-    verdicts: int = 0
-    wait_us: dict[str, int] = field(default_factory=dict)
-    forward_us: dict[str, int] = field(default_factory=dict)
 
 
 class Ring:
@@ -156,8 +143,12 @@ class Ring:
             beat, at = self.heartbeats.get(stage.name, (None, 0.0))
             if beat is None:
                 faults.append(f"stage {stage.name} ({stage.address}) has not been heard of")
+            elif beat.state is StageState.FAILED:  # its last word, however long ago
+                faults.append(f"stage {stage.name} is failed: {beat.detail}")
             elif now >= at + self.limits.lost_after_s:  # the sum that deadline() gives
-                faults.append(f"stage {stage.name} was last heard of {now - at:.1f} s ago")
+                # no running clock in the text: every change of it is logged
+                silent_s = self.limits.lost_after_s
+                faults.append(f"stage {stage.name} was last heard of over {silent_s:g} s ago")
             elif beat.state is not StageState.READY:
                 faults.append(f"stage {stage.name} is {beat.state.value}: {beat.detail}")
         return "; ".join(faults) or None
@@ -189,16 +180,21 @@ class Ring:
         self._asked_at = now
         return RollCall(self.name, self.epoch, tuple(self.ledger.parked))
 
-    def answered(self, call: RollCall, now: float) -> Run | None:
-        """A roll call came round: the self-check's first frame, or None: it can't be trusted."""
+    def answered(self, call: RollCall, now: float) -> list[Run | Free]:
+        """A roll call came round: the self-check's first frame, or none: it can't be trusted.
+
+        Before it, a Free for each parked prefix that the stages were told to keep, if the ring has
+        changed and nothing of the old ledger holds.
+        """
         if self.phase is not Phase.FORMING or call.epoch != self.epoch:
             self.stats.stale += 1
-            return None
+            return []
         self._fault = self._faults(call.entries) or ""
         if self._fault:
             self.phase, self.detail = Phase.WAITING, self._fault
-            return None
+            return []
         first = call.entries[0]
+        frames: list[Run | Free] = []
         same = [(entry.name, entry.incarnation) for entry in self.entries] == [
             (entry.name, entry.incarnation) for entry in call.entries
         ]
@@ -207,14 +203,12 @@ class Ring:
                 entry.park_bytes // entry.row_bytes if entry.row_bytes else 0
                 for entry in call.entries
             )
+            frames += [self.free(parked, now) for parked in self.ledger.parked]
             self.ledger = self._fresh_ledger(first.slots, first.capacity, park_rows)
             self.fingerprint = first.fingerprint
         self.entries = call.entries
-        if call.parked and not self.ledger.parked:
-            self._asked_at = None  # at once again: stages that did not restart must drop them
-            return None
         self.phase, self.detail = Phase.PROBING, "checking that a prefix can be reused"
-        return self._probe_run(0, now)
+        return [*frames, self._probe_run(0, now)]
 
     def _fresh_ledger(self, slots: int, capacity: int, park_rows: int) -> Ledger:
         """An empty ledger that still knows why the old one's prefixes are gone."""
@@ -465,7 +459,7 @@ class Ring:
         self.ledger.check()
         kinds = [type(record.frame) for record in self.in_flight.values()]
         slots = len(self.ledger.slots)
-        assert kinds.count(Run) <= max(MAX_WINDOW, self.window), self.in_flight
+        assert kinds.count(Run) <= MAX_WINDOW, self.in_flight
         assert kinds.count(Copy) <= 2 * slots, self.in_flight  # to park what is there, and to fork
         assert kinds.count(Free) <= slots + MAX_PARKED, self.in_flight  # one for each at a time
         assert kinds.count(Ping) <= 1, self.in_flight

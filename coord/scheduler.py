@@ -7,11 +7,12 @@ the asyncio shell (coord.coordinator), the simulator, or the replayer.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from coord.actions import Action, Admitted, Failed, Finished, Send, Tokens
 from coord.admission import Choice, choose, explain, leader, waits_behind
-from coord.draft import MAX_DRAFT, Drafter, accepted, worthwhile
+from coord.batch import ahead, certain
+from coord.counters import Totals
+from coord.draft import Drafter, accepted
 from coord.ledger import Miss
 from coord.placing import NO_TURN, carry_out, expire, free
 from coord.ring import PROBE_TURN, InFlight, Ring, fits
@@ -43,22 +44,6 @@ from transport.frame import (
 )
 
 MAX_REFUSALS = 3  # of one turn's rows before it fails: a cold start can't be refused for content
-
-
-@dataclass(slots=True)
-class Totals:
-    """Counters since the process began; the names are those of GET /metrics."""
-
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
-    prefilled_tokens: int = 0  # rows sent as prefill, a turn's own resume included
-    copied_rows: int = 0
-    drafts_accepted: int = 0
-    drafts_rejected: int = 0
-    drafts_wasted: int = 0  # rows of frames behind a wrong draft
-    resumed: int = 0
 
 
 class Scheduler:
@@ -226,9 +211,7 @@ class Scheduler:
                 if broken is not None:
                     self._lose(ring, broken, now)
             case RollCall():
-                probe = ring.answered(frame, now)
-                if probe is not None:
-                    actions.append(Send(probe))
+                actions += [Send(asked) for asked in ring.answered(frame, now)]
             case Reject():
                 self._reject(ring, frame, now, actions)
             case Verdict():
@@ -289,8 +272,9 @@ class Scheduler:
                 self.totals.prefix_cache_queries += len(turn.submit.prompt)
                 self.totals.prefix_cache_hits += segment.start
         if not segment.want or turn.phase is Phase.DRAINING:
-            if segment.kind is Kind.PREFILL:
-                ring.ledger.extend(segment.slot, turn.chain, segment.end)
+            known = min(segment.end, turn.known)
+            if known > segment.start:
+                ring.ledger.extend(segment.slot, turn.chain, known)
             return None
         turn.ahead -= 1
         assert segment.end - segment.want == turn.known - 1, (segment, turn)
@@ -478,7 +462,7 @@ class Scheduler:
         """While the ring has room: every ready decode segment, then prefill, then speculation."""
         while ring.room():
             mine = [turn for turn in self.turns.values() if turn.ring == ring.name]
-            segments = self._certain(ring, mine) or self._ahead(ring, mine)
+            segments = certain(ring, mine, self.limits) or ahead(ring, mine)
             if not segments:
                 return
             for segment in segments:
@@ -487,39 +471,3 @@ class Scheduler:
                     self.totals.prefilled_tokens += len(segment.tokens)
             guesses = tuple(self.turns[segment.turn].guess for segment in segments)
             actions.append(Send(ring.run(tuple(segments), now, guesses)))
-
-    def _certain(self, ring: Ring, mine: list[Turn]) -> list[Segment]:
-        """A frame of work that is surely needed; drafts ride along as far as they pay.
-
-        While a turn decodes, prefill comes in smaller chunks, so that its gaps stay short.
-        """
-        ready = [turn for turn in mine if turn.decoding and turn.ready]
-        limits = self.limits
-        decodes = any(turn.decoding and turn.phase is Phase.RUNNING for turn in mine)
-        left = limits.shared_chunk_tokens if decodes else limits.chunk_tokens
-        prefill: list[Segment] = []
-        for turn in mine:
-            segment = None if turn.decoding else turn.next_segment(left)
-            if segment is not None:
-                prefill.append(segment)
-                left -= len(segment.tokens)
-        rows = len(ready) + sum(len(segment.tokens) for segment in prefill)
-        for turn in sorted(ready, key=lambda turn: -turn.acceptance.rate):
-            rows += self._draft(ring, turn, rows)
-        found = [turn.next_segment(1 + MAX_DRAFT) for turn in ready]
-        return [segment for segment in found if segment is not None] + prefill
-
-    def _ahead(self, ring: Ring, mine: list[Turn]) -> list[Segment]:
-        """A frame of guesses alone: behind a turn's frames in flight, as deep as it was right."""
-        segments: list[Segment] = []
-        for turn in mine:
-            if 0 < turn.ahead < turn.acceptance.depth and self._draft(ring, turn, 0):
-                segment = turn.next_segment(MAX_DRAFT)
-                if segment is not None:
-                    segments.append(segment)
-        return segments
-
-    def _draft(self, ring: Ring, turn: Turn, rows: int) -> int:
-        latency = 0.0 if ring.in_flight else ring.round_s
-        rate = turn.acceptance.rate
-        return turn.speculate(worthwhile(rate, rows, ring.frame_s, ring.row_s, latency))

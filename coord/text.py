@@ -29,6 +29,11 @@ class CharacterDecoder:
         """What is left at the end: U+FFFD for half a character, else nothing."""
         return self._stripped(self._decoder.decode(b"", final=True))
 
+    @property
+    def whole(self) -> bool:
+        """True when no half character waits."""
+        return not self._decoder.getstate()[0]
+
     def _stripped(self, text: str) -> str:
         if self._strip and text:
             self._strip = False

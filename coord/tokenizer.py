@@ -66,7 +66,18 @@ class Tokenizer(Protocol):
     ) -> list[int]:
         """Ids of a conversation by the chat template, ready for the assistant's answer.
 
-        TurnError 400 where the template refuses it.
+        TurnError 400 where the template refuses it. Equal to encode(spell(...), special=False).
+        """
+
+    def spell(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> str:
+        """The text that `render` tokenises."""
+
+    def token_starts(self, text: str, at: int) -> bool:
+        """True where a token starts in any tokenisation of the text: a control token stands there.
+
+        Always where tokens are bytes.
         """
 
     def token_bytes(self, token: int, *, special: bool = False) -> bytes:
@@ -84,7 +95,11 @@ def load_tokenizer(source: str | Path) -> Tokenizer:
     if source == "toy":
         return ByteTokenizer()
     path = Path(source)
-    return _from_directory(path) if path.is_dir() else _from_gguf(path)
+    try:
+        return _from_directory(path) if path.is_dir() else _from_gguf(path)
+    except Exception as error:  # what `tokenizers` raises for a damaged file is Exception itself
+        what = str(error) if str(path) in str(error) else f"{path}: {error}"
+        raise ValueError(what) from error
 
 
 class ByteTokenizer:
@@ -104,11 +119,21 @@ class ByteTokenizer:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
+        """See Tokenizer."""
+        return self.encode(self.spell(messages, tools))
+
+    def spell(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> str:
         """See Tokenizer: one line per message."""
         lines = [f"{message['role']}: {message['content'] or ''}\n" for message in messages]
         if tools:
             lines.insert(0, f"tools: {json.dumps(list(tools), ensure_ascii=False)}\n")
-        return self.encode("".join(lines) + "assistant: ")
+        return "".join(lines) + "assistant: "
+
+    def token_starts(self, text: str, at: int) -> bool:  # noqa: ARG002
+        """See Tokenizer."""
+        return True
 
     def token_bytes(self, token: int, *, special: bool = False) -> bytes:  # noqa: ARG002
         """See Tokenizer."""
@@ -146,6 +171,7 @@ class TextTokenizer:
         self._backend = backend
         self._byte_level = _is_byte_level(backend)
         self._added = backend.get_added_tokens_decoder()
+        self._control = tuple(added.content for added in self._added.values() if added.special)
         self._template = parts.template and _compile(parts.template)
         self._tool_template = parts.tool_template and _compile(parts.tool_template)
         self._names = dict(parts.names)
@@ -168,13 +194,19 @@ class TextTokenizer:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> list[int]:
         """See Tokenizer."""
+        return self.encode(self.spell(messages, tools), special=False)
+
+    def spell(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> str:
+        """See Tokenizer."""
         template = (self._tool_template if tools else None) or self._template
         if not template:
             raise TurnError(
                 400, "no_chat_template", "the model has no chat template; use /v1/completions"
             )
         try:
-            text = template.render(
+            return template.render(
                 messages=[dict(message) for message in messages],
                 tools=list(tools) if tools else None,
                 documents=None,
@@ -188,7 +220,10 @@ class TextTokenizer:
                 f"the chat template refuses these messages: {error}",
                 "messages",
             ) from error
-        return self.encode(text, special=False)
+
+    def token_starts(self, text: str, at: int) -> bool:
+        """See Tokenizer."""
+        return text.startswith(self._control, at)
 
     def token_bytes(self, token: int, *, special: bool = False) -> bytes:
         """See Tokenizer."""

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
+from huggingface_hub.errors import StrictDataclassError
 
 from pipeline.weights import (
     EMBEDDING,
@@ -213,7 +214,11 @@ class GgufSource(Source):
         if EMBEDDING not in entries:
             raise ModelError(f"{path}: tensor {EMBEDDING} is missing")
         tied = LM_HEAD not in entries
-        config = kind.config(**self._config_values(entries, tied))
+        values = self._config_values(entries, tied)
+        try:
+            config = kind.config(**values)
+        except (StrictDataclassError, TypeError, ValueError) as error:
+            raise ModelError(f"{path}: {error}") from error
         super().__init__(path, kind, config, entries, tied)
 
     @property
@@ -228,7 +233,8 @@ class GgufSource(Source):
         full = f"{self._architecture}.{key}"
         value = self._metadata.get(full, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ModelError(f"{self.path}: {full} is {'missing' if value is None else value!r}")
+            what = "missing" if value is None else f"{value!r}, not a number"
+            raise ModelError(f"{self.path}: {full} is {what}")
         return value
 
     def _config_values(self, entries: dict[str, Entry], tied: bool) -> dict[str, Any]:

@@ -156,6 +156,10 @@ class ToyModel:
         for buffers in self._rows:
             buffers.pop(parked, None)
 
+    def rows(self, layer: int, slot: int, length: int) -> bytes:
+        """KV rows [0, length) as they are in the buffer; layer: counted from the block's first."""
+        return bytes(self._rows[layer][slot][: length * ROW_BYTES])
+
     def _layer(
         self, layer: int, buffer: bytearray, segment: Segment, rows: Sequence[bytes]
     ) -> list[bytes]:

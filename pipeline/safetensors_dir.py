@@ -13,6 +13,7 @@ from struct import Struct
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
 from pipeline.weights import LM_HEAD, Entry, MappedFile, ModelError, Source, supported_family
 
@@ -37,7 +38,7 @@ class SafetensorsSource(Source):
             raise ModelError(f"{path}: a quantised checkpoint is not supported")
         try:
             config = kind.config.from_dict(values)
-        except (TypeError, ValueError, KeyError) as error:
+        except (StrictDataclassError, TypeError, ValueError, KeyError) as error:
             raise ModelError(f"{path / 'config.json'}: {error}") from error
         entries: dict[str, Entry] = {}
         for file, names in _files(path).items():

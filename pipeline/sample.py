@@ -50,8 +50,10 @@ def pick(logits: Tensor, sampling: Sampling, position: int) -> Choice:
         token = _draw(logits, sampling, position)
     if sampling.logprobs is None:
         return Choice(token)
-    exact = logits.double()
-    logs = exact - torch.logsumexp(exact, 0)
+    # By numpy: torch sums one long row in as many parts as it has threads.
+    exact = logits.double().cpu().numpy()
+    peak = exact.max()
+    logs = exact - (peak + np.log(np.exp(exact - peak).sum()))
     top = tuple((i, float(logs[i])) for i in best(logits, sampling.logprobs))
     return Choice(token, float(logs[token]), top)
 

@@ -36,6 +36,10 @@ class SlotTable:
         """Rows of `slot` that later segments may read."""
         return len(self._chains[slot])
 
+    def tokens(self, number: int) -> tuple[int, ...]:
+        """Token ids of a slot's or parked prefix's rows; none for an unknown one."""
+        return self._chain(number).tokens() if self._known(number) else ()
+
     def refuses(self, segment: Segment) -> Refused | None:
         """Why this stage can't run the segment on what it holds, or None when it can."""
         if segment.slot >= len(self._chains):
@@ -67,6 +71,9 @@ class SlotTable:
             if sum(others) + copy.length > self.park_rows or len(others) >= MAX_PARKED:
                 return Refusal.RANGE, f"{sum(others)} rows are parked, room for {self.park_rows}"
         return self._holds(copy.source, copy.length, copy.parent_hash)
+
+    def _known(self, number: int) -> bool:
+        return number < len(self._chains) or number in self._parked
 
     def _chain(self, number: int) -> Chain:
         return self._chains[number] if number < len(self._chains) else self._parked[number]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
@@ -249,12 +250,17 @@ class TorchModel:
     def _rotary_table(self, source: Source) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of every position, [capacity, head_dim] in the block's dtype."""
         rotary = source.family.rotary(self._config)
+        frequencies = rotary.inv_freq.float()
         divisors = source.rope_divisors
         if divisors is not None:
-            rotary.inv_freq /= divisors
-        like = torch.empty(0, dtype=self._dtype)
-        cos, sin = rotary(like, torch.arange(self._capacity)[None])
-        return cos[0].to(self._device), sin[0].to(self._device)
+            frequencies = frequencies / divisors
+        # The library's formula, but the functions in float64 by numpy: torch's threaded float32
+        # cos gave another table in 2 of 40 starts, and logits then differ by 1e-3.
+        angles = torch.arange(self._capacity).float()[:, None] * frequencies
+        exact = torch.cat((angles, angles), 1).double().numpy()
+        scale = float(rotary.attention_scaling)
+        cos, sin = (torch.from_numpy(f(exact) * scale).float() for f in (np.cos, np.sin))
+        return cos.to(self._device, self._dtype), sin.to(self._device, self._dtype)
 
     def _describe(self, source: Source) -> ModelInfo:
         kernel = self._kernels.describe(self._dtype, self._device)

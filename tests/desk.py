@@ -37,6 +37,7 @@ LIMITS = Limits(
     slots=SLOTS,
     max_model_len=32,
     chunk_tokens=4,
+    shared_chunk_tokens=4,
     queue_turns=2,
     lost_after_s=5.0,
     frame_timeout_s=30.0,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from coord.actions import Admitted, Failed, Finished, Tokens, TurnError
-from coord.gateway import Limits
+from coord.http.engine import Limits, Resident
 from coord.http.reply import Event
 from transport.frame import Sampling
 
@@ -26,6 +27,8 @@ class Submitted:
     sampling: Sampling
     salt: bytes
     reuse: bool
+    hint: str
+    keep_s: float
 
 
 class FakeStream:
@@ -70,6 +73,8 @@ class FakeEngine:
     values: dict[str, float] = field(default_factory=dict)
     submitted: list[Submitted] = field(default_factory=list)
     streams: list[FakeStream] = field(default_factory=list)
+    held: list[Resident] = field(default_factory=list)
+    asked: list[tuple[object, ...]] = field(default_factory=list)
 
     def submit(
         self,
@@ -80,15 +85,43 @@ class FakeEngine:
         sampling: Sampling,
         salt: bytes,
         reuse: bool,
+        hint: str,
+        keep_s: float,
     ) -> FakeStream:
         if self.refusal is not None:
             raise self.refusal
-        self.submitted.append(Submitted(tuple(prompt), budget, tuple(stops), sampling, salt, reuse))
+        turn = Submitted(tuple(prompt), budget, tuple(stops), sampling, salt, reuse, hint, keep_s)
+        self.submitted.append(turn)
         self.streams.append(FakeStream(len(self.streams) + 1, self.script))
         return self.streams[-1]
 
-    def describe(self) -> dict[str, object]:
-        return {"rings": [{"name": "r0", "stages": []}]}
+    def describe(self) -> dict[str, Any]:
+        slots = [
+            {"slot": each.slot, "resident": each.rows} for each in self.held if not each.parked
+        ]
+        parked = [{"slot": each.slot, "resident": each.rows} for each in self.held if each.parked]
+        ring = {
+            "name": "r0",
+            "stages": [],
+            "slots": slots,
+            "parked": parked,
+            "evictions": {"ttl": 1},
+        }
+        return {"rings": [ring]}
+
+    def residents(self) -> list[Resident]:
+        return self.held
+
+    def free(self, ring: str, slot: int) -> int:
+        if self.refusal is not None:
+            raise self.refusal
+        self.asked.append(("free", ring, slot))
+        return 7
+
+    def keep(self, ring: str, slot: int, keep_s: float) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.asked.append(("keep", ring, slot, keep_s))
 
     def ready(self) -> tuple[bool, str]:
         return self.is_ready

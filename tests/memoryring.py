@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from coord.actions import Action, Admitted, Failed, Finished, Send, Tokens
 from coord.draft import Drafter, LookupDrafter
@@ -23,11 +24,15 @@ from transport.config import Ring as RingSpec
 from transport.config import Stage as StageSpec
 from transport.frame import (
     Cancel,
+    Copy,
     Envelope,
     Forwarded,
     Frame,
+    Free,
     Heartbeat,
     Kind,
+    LinkGap,
+    Refusal,
     Reject,
     Run,
     Sampling,
@@ -36,6 +41,7 @@ from transport.frame import (
     Submit,
     Tensor,
     Tick,
+    Verdict,
     Wire,
 )
 
@@ -94,6 +100,15 @@ def serial(prompt: Sequence[int], count: int, stops: Sequence[int] = ()) -> tupl
     return tuple(out)
 
 
+@lru_cache(maxsize=4096)
+def rows_of(tokens: tuple[int, ...]) -> tuple[bytes, ...]:
+    """What a slot that holds these tokens has in its buffers, one item per layer."""
+    model = toy((0, LAYERS), slots=1)
+    if tokens:
+        model.forward([Segment(1, 0, 0, tokens, Kind.PREFILL, b"\0" * 16, 0)], None)
+    return tuple(model.rows(layer, 0, len(tokens)) for layer in range(LAYERS))
+
+
 @dataclass
 class Reply:
     """What a client saw."""
@@ -144,7 +159,9 @@ class MemoryRing:
         self.stages = [self._stage(i) for i in range(stages)]
         self.replies: dict[int, Reply] = {}
         self.sent: list[Frame] = []
+        self.answers: deque[Frame] = deque(maxlen=20)  # the last ones that settled a frame
         self.rejects: list[Reject] = []
+        self.believed: list[Reject] = []  # those of rows that the ledger was wrong about
         self.tamper = tamper or (lambda frame: frame)
         self.now = 0.0
         self._tell = tell
@@ -199,8 +216,14 @@ class MemoryRing:
 
     def tell(self, frame: Frame) -> None:
         """The coordinator's core takes a frame."""
+        if isinstance(frame, (Verdict, Copy, Free)):
+            self.answers.append(frame)
         if isinstance(frame, Reject):
             self.rejects.append(frame)
+            ring = self.scheduler.rings[self.name]
+            waited_for = frame.epoch == ring.epoch and frame.seq in ring.in_flight
+            if waited_for and frame.code not in (Refusal.EPOCH, Refusal.LINK):
+                self.believed.append(frame)
         if self._tell is not None:
             self._tell(frame)
             return
@@ -287,14 +310,46 @@ class MemoryRing:
 
     # ---- faults --------------------------------------------------------------------------------
 
-    def restart(self, index: int) -> None:
-        """Stage `index` dies with all it held and is started again."""
+    def restart(self, index: int, *, told: bool = True) -> None:
+        """Stage `index` dies with all it held and is started again; its heartbeat may be late."""
         self.links[index].clear()
         self.forwards[index] = None
         self.incarnations[index] += 100
         self.models[index] = self._model(index)
         self.stages[index] = self._stage(index)
-        self.beat(self.names[index], self.incarnations[index])
+        if told:
+            self.beat(self.names[index], self.incarnations[index])
+
+    def lose(self, link: int, count: int) -> None:
+        """The next `count` frames on a link are lost in one run; its receiver sees the jump."""
+        lost = min(count, len(self.links[link]))
+        if lost:
+            sender = "coordinator" if link == 0 else f"r/{self.names[link - 1]}"
+            for _ in range(lost):
+                self.links[link].popleft()
+            self.links[link].appendleft(LinkGap(sender, 0, lost))
+
+    # ---- audit ---------------------------------------------------------------------------------
+
+    def audit(self) -> None:
+        """Whatever a stage's chain says of a slot or parked prefix is what its rows really hold."""
+        for model, stage in zip(self.models, self.stages, strict=True):
+            first, last = model.info.layers
+            for number in (*range(self.slots), *stage.slots._parked):
+                held = stage.slots.tokens(number)
+                for layer, truth in enumerate(rows_of(held)[first:last]):
+                    mine = model.rows(layer, number, len(held))
+                    assert mine == truth, (stage.name, number, first + layer)
+
+    def confront(self) -> None:
+        """At rest: what the ledger claims is there on every stage."""
+        ledger = self.scheduler.rings["r"].ledger
+        for number in (*range(len(ledger.slots)), *ledger.parked):
+            chain = ledger.holding(number).chain
+            claimed = () if chain is None else chain.tokens()
+            for stage in self.stages:
+                held = stage.slots.tokens(number)[: len(claimed)]
+                assert held == claimed, (stage.name, number, len(claimed), len(held))
 
     def wait(self, seconds: float) -> None:
         """Time passes; all stages are alive."""

@@ -110,6 +110,7 @@ class Process:
         self.name = name
         self.popen = popen
         self._folder = folder
+        self.expected: list[int] = []  # exit codes that are no failure of the fleet
 
     @property
     def output(self) -> str:
@@ -151,7 +152,9 @@ class Fleet:
         self._mark = uuid.uuid4().hex
         self.processes: list[Process] = []
 
-    def start(self, *arguments: object, name: str | None = None) -> Process:
+    def start(
+        self, *arguments: object, name: str | None = None, stdin: int = subprocess.DEVNULL
+    ) -> Process:
         """Start `kvring ARGUMENTS`."""
         name = name or str(arguments[0])
         folder = self._folder / f"{len(self.processes):02d}-{name}"
@@ -161,7 +164,7 @@ class Fleet:
                 [sys.executable, "-m", "tools.cli", *map(str, arguments)],
                 cwd=ROOT,
                 env={**os.environ, MARK: self._mark, "TMPDIR": str(self.scratch)},
-                stdin=subprocess.DEVNULL,
+                stdin=stdin,
                 stdout=out,
                 stderr=err,
             )
@@ -196,8 +199,8 @@ class Fleet:
         def look() -> bool:
             for process in self.processes:
                 code = process.popen.poll()
-                # one that the test killed, or waited for, is its own business
-                assert code is None or code == -signal.SIGKILL, f"exit code {code}: {process}"
+                expected = (None, -signal.SIGKILL, *process.expected)  # the test's own business
+                assert code in expected, f"exit code {code}: {process}"
             seen.update(readiness(url))
             return bool(seen["status"] == 200)
 
@@ -244,6 +247,8 @@ class Fleet:
                 process.send(signal.SIGTERM)
         stuck = []
         for process in self.processes:
+            if process.popen.stdin is not None:
+                process.popen.stdin.close()
             try:
                 process.wait()
             except AssertionError as error:
@@ -306,7 +311,8 @@ def idle(url: str) -> None:
 
 def assert_clear(process: Process, code: int, *words: str) -> None:
     """It ended with this exit code, and its last line on stderr says all the words."""
-    assert process.wait() == code, process
+    process.expected.append(code)
+    assert process.wait(READY_S) == code, process
     assert "Traceback" not in process.errors, process
     lines = process.errors.strip().splitlines()
     assert [line for line in lines if line.startswith("kvring: ")] == lines[-1:], process

@@ -86,6 +86,11 @@ BY_NAME: dict[str, st.SearchStrategy[Any]] = {
     "progress": units,
     "reuse": st.booleans(),
     "done": some(names),
+    "parked": some(counts),
+    "row_bytes": serials,
+    "park_bytes": serials,
+    "hint": names,
+    "keep_s": st.floats(0.0, 1e9),
     "payload": st.none() | tensors(),
 }
 # ... and where a class differs.

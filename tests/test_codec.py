@@ -46,14 +46,14 @@ RUN = Run("ring0", 3, 17, (SEGMENT,), Tensor("float32", (2, 3), bytes(24)), (Tim
 VERDICT = Verdict(
     "ring0", 3, 17, (Result(5, 1, 100, (7,), (-0.5,), (((7, -0.5), (9, -1.5)),)),), ()
 )
-ENTRY = StageEntry("s0", 9, (0, 10), 30, b"fingerprint", 4, 512, 256, "packed")
+ENTRY = StageEntry("s0", 9, (0, 10), 30, b"fingerprint", 4, 512, 256, "packed", 1, 2)
 SAMPLES: list[Frame] = [
     RUN,
     VERDICT,
-    RollCall("ring0", 4, (ENTRY,)),
+    RollCall("ring0", 4, (1000,), (ENTRY,)),
     Reject("ring0", 3, 17, "s1", Refusal.GAP, "why", 5, 1),
     Heartbeat("ring0", "s0", 9, StageState.LOADING, 0.5, "layer 3", 4242, 1 << 30),
-    Submit(5, (1, 2, 3), 10, (0,), GREEDY, b"salt", True),
+    Submit(5, (1, 2, 3), 10, (0,), GREEDY, b"salt", True, "session", 2.5),
 ]
 
 
@@ -290,10 +290,11 @@ def test_list_limits() -> None:
         (["r", 1, 2, [[1, 1, 1, b"", [], []]] * (codec.MAX_SEGMENTS + 1), []], "Verdict"),
         (["r", 1, 2, [[1, 1, 1, b"", [-1.0] * (codec.MAX_ROWS + 1), []]], []], "Verdict"),
         (["r", 1, 2, [[1, 1, 1, b"", [], [[[1, -1.0]] * (codec.MAX_TOP + 1)]]], []], "Verdict"),
-        ([1, bytes(4 * (codec.MAX_TOKENS + 1)), 1, b"", None, b"", True], "Submit"),
-        ([1, b"123", 1, b"", None, b"", True], "Submit"),
+        ([1, bytes(4 * (codec.MAX_TOKENS + 1)), 1, b"", None, b"", True, "", 0.0], "Submit"),
+        ([1, b"123", 1, b"", None, b"", True, "", 0.0], "Submit"),
         ([1, "x" * (codec.MAX_TEXT + 1)], "Cancel"),
-        ([1, b"", 1, b"", None, bytes(65), True], "Submit"),
+        (["r", 1, [1] * (codec.MAX_PARKED + 1), []], "RollCall"),
+        ([1, b"", 1, b"", None, bytes(65), True, "", 0.0], "Submit"),
     ]:
         with pytest.raises(FrameError):
             decode(message(body, kind))

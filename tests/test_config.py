@@ -89,8 +89,6 @@ def test_defaults() -> None:
     assert config.model == Model(str(Path("models/x.gguf").absolute()), "x", "bfloat16", True)
     assert config.coordinator == Coordinator()
     assert config.limits == Limits()
-    assert config.window_frames(config.rings[0]) == 3
-    assert loads(TEXT).window_frames(config.rings[0]) == 5
 
 
 def test_load_resolves_against_the_files_folder(tmp_path: Path) -> None:
@@ -127,6 +125,9 @@ MISTAKES: list[tuple[str, str, int, str | None, str]] = [
     ("_s = 2", "_s = true", 14, "limits.heartbeat_s", "must be a number, not True"),
     ("_s = 2", "_s = 3", 14, "limits.heartbeat_s", "must be at least two heartbeats (2 x 3 s)"),
     ("slots = 8", "lost_after_s = 3", 12, "limits.lost_after_s", "at least two heartbeats"),
+    ("slots = 8", "park_bytes = -1", 12, "limits.park_bytes", "must be from 0 to"),
+    ("slots = 8", "idle_ttl_s = -1", 12, "limits.idle_ttl_s", "must be from 0 to"),
+    ('http = "127.0.0.1:8000"', 'drafter = "n"', 9, "coordinator.drafter", "one of off, lookup"),
     ("[limits]", "[limit]", 11, "limit", "unknown key; did you mean 'limits'?"),
     ("[limits]", "[[limits]]", 11, "limits", "must be a table, not"),
     ("[coordinator]", "[model.x]", 8, "model.x", "unknown key"),
@@ -264,6 +265,9 @@ def configs(draw: st.DrawFn) -> Config:
         heartbeat_s=heartbeat_s,
         lost_after_s=heartbeat_s * 2 + draw(_seconds),
         frame_timeout_s=draw(_seconds),
+        resume_s=draw(_seconds),
+        idle_ttl_s=draw(st.just(0.0) | _seconds),
+        park_bytes=draw(st.integers(0, 1 << 50)),
         max_frame_bytes=draw(st.integers(1 << 20, 1 << 30)),
     )
     path = draw(st.just("toy") | _texts.map(lambda text: str(Path("/") / text)))

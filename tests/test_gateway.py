@@ -12,7 +12,8 @@ import structlog
 from fastapi import FastAPI
 
 from coord.actions import Admitted, Finished, Tokens
-from coord.gateway import Settings, build_app, derive_salt
+from coord.gateway import Settings, build_app
+from coord.http.keys import derive_salt, hold
 from coord.tokenizer import ByteTokenizer
 from tests.fake_engine import FakeEngine, Step, fails, says
 
@@ -210,7 +211,12 @@ def test_case_17_the_report_shows_where_the_prompt_left_what_was_resident() -> N
     engine = FakeEngine(says("x", matched=14, prompt=54))
     with structlog.testing.capture_logs() as logs:
         report = post(engine, CHAT, {"messages": messages})["kvring"]
-    assert report["first_new"] == {"position": 14, "text": "12:03:55"}
+    assert report["miss"] == {
+        "position": 14,
+        "reason": "new",
+        "text": "12:03:55",
+        "resident_text": None,
+    }
     assert "12:03" not in str(logs)
 
 
@@ -377,7 +383,8 @@ def test_case_27_liveness_is_not_readiness() -> None:
 
 
 def test_the_ring_is_described() -> None:
-    assert ask(FakeEngine(), "GET", "/ring").json() == {"rings": [{"name": "r0", "stages": []}]}
+    [ring] = ask(FakeEngine(), "GET", "/ring").json()["rings"]
+    assert (ring["name"], ring["stages"]) == ("r0", [])
 
 
 def test_metrics_have_vllms_stems_and_the_engines_values() -> None:
@@ -434,7 +441,9 @@ def test_the_salt_reaches_the_engine_with_the_key_in_it() -> None:
     engine = FakeEngine(says("x"))
 
     async def main() -> None:
-        transport = httpx.ASGITransport(app_of(engine, api_keys=("one", "two")))
+        transport = httpx.ASGITransport(
+            app_of(engine, api_keys=(hold("a", "one"), hold("b", "two")))
+        )
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             for key, salt in (("one", None), ("two", None), ("one", "s"), ("one", None)):
                 headers = {"authorization": f"Bearer {key}"}

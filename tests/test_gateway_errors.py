@@ -13,6 +13,7 @@ import structlog
 
 from coord.actions import TurnError
 from coord.gateway import Settings, build_app
+from coord.http.keys import hold
 from coord.tokenizer import ByteTokenizer
 from tests.fake_engine import FakeEngine, fails, says
 
@@ -314,6 +315,7 @@ def bearer(value: bytes) -> Headers:
 
 
 KEYS = ("key-1", "schlüssel")
+HELD = tuple(hold("tenant", key) for key in KEYS)
 
 
 @pytest.mark.parametrize(
@@ -333,7 +335,7 @@ KEYS = ("key-1", "schlüssel")
     ],
 )
 def test_case_45_a_wrong_key_is_a_401_and_no_crash(headers: Headers) -> None:
-    response = send("POST", CHAT, json.dumps(HI).encode(), headers, api_keys=KEYS)
+    response = send("POST", CHAT, json.dumps(HI).encode(), headers, api_keys=HELD)
     error = refused(response)
     assert (error["status"], error["code"]) == (401, "invalid_api_key")
     assert error["type"] == "authentication_error"
@@ -343,7 +345,7 @@ def test_case_45_a_wrong_key_is_a_401_and_no_crash(headers: Headers) -> None:
 @pytest.mark.parametrize("key", KEYS)
 def test_a_right_key_is_let_in(key: str) -> None:
     headers = bearer(b"bearer " + key.encode())
-    assert send("POST", CHAT, json.dumps(HI).encode(), headers, api_keys=KEYS).status_code == 200
+    assert send("POST", CHAT, json.dumps(HI).encode(), headers, api_keys=HELD).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -351,7 +353,7 @@ def test_a_right_key_is_let_in(key: str) -> None:
     [("/health", 200), ("/ready", 200), ("/metrics", 401), ("/ring", 401), ("/nowhere", 401)],
 )
 def test_only_probes_need_no_key(path: str, status: int) -> None:
-    assert send("GET", path, api_keys=KEYS).status_code == status
+    assert send("GET", path, api_keys=HELD).status_code == status
 
 
 def test_a_refused_client_sends_no_body() -> None:
@@ -362,7 +364,7 @@ def test_a_refused_client_sends_no_body() -> None:
         read += 1
         yield b"{}"
 
-    assert send("POST", CHAT, body(), api_keys=KEYS).status_code == 401
+    assert send("POST", CHAT, body(), api_keys=HELD).status_code == 401
     assert read == 0
 
 

@@ -30,6 +30,8 @@ CORE = (
     "coord/ledger.py",
     "coord/ring.py",
     "coord/admission.py",
+    "coord/batch.py",
+    "coord/counters.py",
     "coord/scheduler.py",
     "coord/turn.py",
 )
@@ -52,6 +54,7 @@ UNSAFE = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 WALKERS = {"list", "tuple", "iter", "enumerate", "zip", "map", "filter"}
 # Handlers of every exception. main() may have one that re-raises; the others say why here.
 BROAD_EXCEPT = {
+    "coord/tokenizer.py:load_tokenizer": "its library raises Exception itself for a damaged file",
     "coord/http/errors.py:__call__": "the edge: logs the traceback and answers with a 500",
     "pipeline/daemon.py:body": "carries what ended the compute thread to the loop, which raises it",
     "pipeline/daemon.py:run_stage": "says why in a last heartbeat, and re-raises",

@@ -7,6 +7,7 @@ from a wrong prefix is seen. CASES 4, 7, 22-25, 27-31, 41, 42.
 from __future__ import annotations
 
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -328,6 +329,27 @@ def _kinds(path: Path) -> set[type]:
     """Types of all frames of one log."""
     with path.open("rb") as file:
         return {type(record.decode()[0]) for record in FrameLogReader(file)}
+
+
+@pytest.mark.parametrize("ending", ["signal", "parent"])
+def test_a_child_of_up_ends_with_code_0(ending: str, fleet: Fleet, tmp_path: Path) -> None:
+    """Its thread that watches standard input must not disturb the interpreter's shutdown."""
+    ring = write_ring(tmp_path / "ring.toml", stages=1)
+    watching = {
+        "coord": fleet.start("coord", "--ring", ring.path, "--with-parent", stdin=subprocess.PIPE),
+        "s0": fleet.start(
+            "stage", "--ring", ring.path, "--name", "s0", "--with-parent", stdin=subprocess.PIPE
+        ),
+    }
+    fleet.ready(ring.url)
+    for process in watching.values():
+        assert process.popen.stdin is not None
+        if ending == "signal":
+            process.send(signal.SIGTERM)
+        else:
+            process.popen.stdin.close()
+        assert process.wait() == 0, process
+        assert "Fatal" not in process.errors
 
 
 def test_a_killed_up_leaves_no_process(fleet: Fleet) -> None:

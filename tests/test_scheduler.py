@@ -150,7 +150,7 @@ def test_two_turns_decode_in_one_frame() -> None:
 
 
 def test_a_long_prompt_does_not_stall_a_decode() -> None:
-    """Every frame takes the decode segment first, then at most chunk_tokens of prefill."""
+    """Every frame takes the decode segment first, then at most shared_chunk_tokens of prefill."""
     desk = one_frame()
     actions = desk.submit(1, (1, 2), budget=8)
     desk.submit(2, PROMPT)

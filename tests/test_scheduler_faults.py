@@ -219,6 +219,20 @@ def test_a_refused_park_is_freed_where_it_was_made() -> None:
     assert not desk.ring.ledger.has(1)
 
 
+def test_parked_rows_of_a_lost_stage_are_freed_on_the_others() -> None:
+    """CASES 38: the roll call told them to keep what the new ledger does not know."""
+    desk, copy = parking()
+    desk.tell(copy)
+    desk.tick(RETRY_S)
+    assert desk.tell(StageLost("r", "s1", "killed")) == [Send(RollCall("r", 2, (1,)))]
+    roomy = {"capacity": 128, "row_bytes": 1, "park_bytes": 100}
+    new = (entry(0, slots=1), replace(entry(1, slots=1), incarnation=99))
+    freed, probe = desk.answer([replace(each, **roomy) for each in new])  # type: ignore[arg-type]
+    assert freed == Send(Free("r", 2, 6, 1))
+    assert len(runs([probe])) == 1
+    assert not desk.ring.ledger.parked
+
+
 # ---- answers that nobody waits for --------------------------------------------------------------
 
 

@@ -31,9 +31,9 @@ def test_a_ready_ring_as_text(fake: FakeServer, capsys: pytest.CaptureFixture[st
         "  stage  layers  state                   pid   memory  busy  heard      address",
         "  s0     0-9     ready                   4711  812 MB  43%   0.2 s ago  tcp://127.0.0.1:7000",
         "  s1     -       loading 40% (layer 14)  -     -       -     -          -",
-        "  slot  resident                               turn  idle",
-        "  0     ████████████············  2,048/4,096  17    0 s",
-        "  1     ························  0/4,096      -     -",
+        "  slot  resident                               turn  idle  kept  session",
+        "  0     ████████████············  2,048/4,096  17    0 s   -     -",
+        "  1     ························  0/4,096      -     -     -     -",
     ]
 
 

@@ -56,7 +56,8 @@ class Payloads(StrEnum):
 Http = Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the HTTP API listens.")]
 ApiKey = Annotated[str | None, typer.Option(metavar="KEY", help="Bearer token of the HTTP API.")]
 ApiKeyFile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="API keys, one a line; # begins a comment.")
+    Path | None,
+    typer.Option(metavar="FILE", help="API keys, one NAME:KEY or NAME:HASH a line; see apikey."),
 ]
 WithParent = Annotated[
     bool, typer.Option("--with-parent", hidden=True, help="End when standard input ends.")
@@ -255,9 +256,46 @@ def status(
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
     json: Annotated[bool, typer.Option("--json", help="The server's JSON as it is.")] = False,
+    preview: Annotated[
+        bool, typer.Option("--preview", help="Show the first words of what is resident.")
+    ] = False,
+    evict: Annotated[
+        int | None, typer.Option(metavar="SLOT", min=0, help="Give a slot up now.")
+    ] = None,
+    keep: Annotated[
+        tuple[int, float] | None,
+        typer.Option(metavar="SLOT SECONDS", help="Don't give a slot up; 0 s: as any other."),
+    ] = None,
+    ring: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Whose slot [default: the only ring's].")
+    ] = None,
 ) -> int:
     """Show rings, stages and slots. Exit code 0: ready, 3: not ready, 1: unreachable."""
-    return _code(_command("status.run_status")(url=url, api_key=api_key, as_json=json))
+    return _code(
+        _command("status.run_status")(
+            url=url,
+            api_key=api_key,
+            as_json=json,
+            preview=preview,
+            evict=evict,
+            keep=keep,
+            ring=ring,
+        )
+    )
+
+
+@app.command()
+def apikey(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="The tenant; two keys of one name share.")
+    ],
+    *,
+    admin: Annotated[
+        bool, typer.Option("--admin", help="It sees and may evict everybody's slots.")
+    ] = False,
+) -> int:
+    """Draw an API key: prints the key (once) and the line for --api-key-file."""
+    return _code(_command("apikey.run_apikey")(name=name, admin=admin))
 
 
 @app.command()

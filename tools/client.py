@@ -198,6 +198,14 @@ class Client:
             answer = self._http.post(path, json=body)
         return self._object(answer)
 
+    def change(
+        self, method: str, path: str, query: dict[str, str], body: Json | None = None
+    ) -> Json:
+        """DELETE or PUT something; the server's JSON object."""
+        with self._failures():
+            answer = self._http.request(method, path, json=body, params=query)
+        return self._object(answer)
+
     def first_model(self) -> str:
         """The name to ask for when the user named none."""
         models = self.get("/v1/models").get("data") or []

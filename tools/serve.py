@@ -11,12 +11,12 @@ import os
 import secrets
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 import uvicorn
@@ -27,6 +27,9 @@ from transport.config import Config, ConfigError, Ring, Stage, load
 from transport.framelog import LogHeader, Payloads
 from transport.link import LinkError
 from transport.recorder import Recorder
+
+if TYPE_CHECKING:
+    from coord.http.keys import Key
 
 
 def run_stage(
@@ -105,7 +108,7 @@ def run_coord(
 async def _coord(
     config: Config,
     listener: socket.socket,
-    api_keys: tuple[str, ...],
+    api_keys: tuple[Key, ...],
     incarnation: int,
     recorder: Recorder | None,
     with_parent: bool,
@@ -118,7 +121,7 @@ async def _coord(
     try:
         tokenizer = await asyncio.to_thread(load_tokenizer, config.model.path)
     except (ValueError, OSError) as error:
-        raise ToolError(f"tokenizer of {config.model.path}: {error}") from None
+        raise ToolError(f"tokenizer: {error}") from None
     coordinator = Coordinator(config, incarnation, tokenizer.vocabulary, recorder)
     try:
         await coordinator.open()
@@ -160,19 +163,23 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _api_keys(key: str | None, file: Path | None) -> tuple[str, ...]:
-    keys = [] if key is None else [key]
-    if file is not None:
-        try:
-            lines = file.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ToolError(f"--api-key-file {file}: {error}", code=USAGE) from None
-        found = [line.strip() for line in lines]
-        found = [line for line in found if line and not line.startswith("#")]
-        if not found:
-            raise ToolError(f"--api-key-file {file}: no key in it", code=USAGE)
-        keys += found
-    return tuple(keys)
+def _api_keys(key: str | None, file: Path | None) -> tuple[Key, ...]:
+    """Of the command line the operator's own key, of the file everybody's."""
+    from coord.http.keys import hold, parse_keys
+
+    try:
+        keys = () if key is None else (hold("default", key, admin=True),)
+    except ValueError as error:
+        raise ToolError(f"--api-key: {error}", code=USAGE) from None
+    if file is None:
+        return keys
+    try:
+        found = parse_keys(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise ToolError(f"--api-key-file {file}: {error}", code=USAGE) from None
+    if not found:
+        raise ToolError(f"--api-key-file {file}: no key in it", code=USAGE)
+    return (*keys, *found)
 
 
 def listen(address: str) -> socket.socket:
@@ -209,8 +216,11 @@ def _stop_event(with_parent: bool) -> asyncio.Event:
     if with_parent:
 
         def wait() -> None:
-            sys.stdin.buffer.read()
-            loop.call_soon_threadsafe(stop.set)
+            # Not sys.stdin: its lock, held by this thread, would abort the interpreter's shutdown.
+            while os.read(0, 4096):
+                pass
+            with contextlib.suppress(RuntimeError):  # the loop is closed: it ends anyway
+                loop.call_soon_threadsafe(stop.set)
 
         threading.Thread(target=wait, name="parent", daemon=True).start()
     return stop

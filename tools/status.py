@@ -23,16 +23,33 @@ STATE_STYLES = {
 Painter = Callable[[str, str], str]  # (text, style) -> text
 
 
-def run_status(*, url: str, api_key: str | None, as_json: bool) -> int:
-    """Print the state of the server; 0 ready, 3 not ready, ToolError (exit 1) unreachable."""
+def run_status(
+    *,
+    url: str,
+    api_key: str | None,
+    as_json: bool,
+    preview: bool = False,
+    evict: int | None = None,
+    keep: tuple[int, float] | None = None,
+    ring: str | None = None,
+) -> int:
+    """Print the state of the server; 0 ready, 3 not ready, ToolError (exit 1) unreachable.
+
+    evict, keep: do that first. A refusal (409: a turn writes there) is a ToolError, too.
+    """
     with Client(url, api_key) as client:
+        where = {} if ring is None else {"ring": ring}
+        if evict is not None:
+            client.change("DELETE", f"/ring/slots/{evict}", where)
+        if keep is not None:
+            client.change("PUT", f"/ring/slots/{keep[0]}", where, {"keep_s": keep[1]})
         readiness = client.ready()
-        ring = client.get("/ring")
+        body = client.get("/ring?preview=1" if preview else "/ring")
     if as_json:
-        print(json.dumps(ring, indent=2, ensure_ascii=False))
+        print(json.dumps(body, indent=2, ensure_ascii=False))
     else:
         print(
-            "\n".join(render(ring, readiness, lambda text, style: paint(text, style, sys.stdout)))
+            "\n".join(render(body, readiness, lambda text, style: paint(text, style, sys.stdout)))
         )
     return 0 if readiness.ready else NOT_READY
 
@@ -78,9 +95,40 @@ def _ring(ring: Json, painter: Painter) -> list[str]:
         lines += _table(header, [_stage(stage) for stage in stages], stages, painter)
     slots = _objects(ring.get("slots"))
     if slots:
-        header = ["slot", "resident", "", "turn", "idle"]
+        header = ["slot", "resident", "", "turn", "idle", "kept", "session"]
         lines += _table(header, [_slot(slot) for slot in slots], slots, painter)
+    lines += _parked(ring, painter)
+    evictions = _object(ring.get("evictions"))
+    if evictions:
+        counts = [f"{_count(count)} {reason}" for reason, count in evictions.items()]
+        lines.append(f"  evictions: {', '.join(counts)}")
     return lines
+
+
+def _parked(ring: Json, painter: Painter) -> list[str]:
+    parked = _objects(ring.get("parked"))
+    if not parked:
+        return []
+    limit = ring.get("park_limit_rows")
+    rows = [
+        [
+            _text(each.get("slot")),
+            _count(each.get("resident")),
+            _duration(each.get("idle_s")),
+            _text(each.get("session")),
+            _preview(each),
+        ]
+        for each in parked
+    ]
+    lines = _table(["parked", "rows", "idle", "session", ""], rows, parked, painter)
+    if "parked_rows" in ring:
+        lines.append(f"  {_count(ring['parked_rows'])} of {_count(limit)} rows are parked")
+    return lines
+
+
+def _preview(item: Json) -> str:
+    """The first words, on one line."""
+    return " ".join(str(item.get("preview") or "").split())
 
 
 def _stage(stage: Json) -> list[str]:
@@ -104,12 +152,17 @@ def _stage(stage: Json) -> list[str]:
 
 def _slot(slot: Json) -> list[str]:
     resident, capacity = integer(slot.get("resident")) or 0, integer(slot.get("capacity")) or 0
+    if slot.get("occupied") is True and "resident" not in slot:
+        return [_text(slot.get("slot")), "another's", "", "-", "-", "-", "-"]
+    kept_s = number(slot.get("kept_s"))
     return [
         _text(slot.get("slot")),
         bar(resident, capacity),
         f"{resident:,}/{capacity:,}",
         _text(slot.get("turn")),
         _duration(slot.get("idle_s")) if resident else "-",
+        _duration(kept_s) if kept_s else "-",
+        " ".join(part for part in (_text(slot.get("session")), _preview(slot)) if part),
     ]
 
 

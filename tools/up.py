@@ -25,7 +25,18 @@ from tools.errors import USAGE, ToolError
 from tools.pull import resolve_model
 from tools.serve import listen
 from tools.terminal import ProgressLine
-from transport.config import TOY, Config, Coordinator, Limits, Model, Ring, Stage, dumps
+from transport.config import (
+    TOY,
+    Config,
+    ConfigError,
+    Coordinator,
+    Limits,
+    Model,
+    Ring,
+    Stage,
+    dumps,
+    loads,
+)
 
 STOP_S = 10.0  # for a process to end after SIGTERM; then it is killed
 POLL_S = 0.1
@@ -115,7 +126,7 @@ def run_up(**options: object) -> int:
     try:
         config = _plan(wanted, folder)
         file = folder / "ring.toml"
-        file.write_text(dumps(config))
+        file.write_text(_checked(dumps(config), folder))
         _start(wanted, config, file, children, interrupts)
         _wait_ready(config, children)
         _greet(wanted, config)
@@ -160,6 +171,15 @@ def _plan(wanted: Options, folder: Path) -> Config:
     )
 
 
+def _checked(text: str, folder: Path) -> str:
+    """The text of a ring.toml, once it is known that the children will take it."""
+    try:
+        loads(text, folder=folder, file="these options make a ring.toml that is wrong")
+    except ConfigError as error:
+        raise ToolError(str(error), code=USAGE) from None
+    return text
+
+
 def _free_address(wanted: str) -> str:
     """The address with a port of its own for port 0. Raises ToolError where it can't be had.
 
@@ -197,7 +217,7 @@ def _start(
     if wanted.api_key is not None:
         keys = file.parent / "api-keys"  # not on a command line: ps shows those
         keys.touch(mode=0o600)
-        keys.write_text(f"{wanted.api_key}\n")
+        keys.write_text(_key_line(wanted.api_key))
         commands["coordinator"] += ["--api-key-file", str(keys)]
     for stage in config.rings[0].stages:
         commands[stage.name] = ["stage", "--ring", str(file), "--name", stage.name]
@@ -212,6 +232,15 @@ def _start(
                 start_new_session=True,  # the terminal's Ctrl-C is for this process alone
             )
             children.append(Child(name, process, log))
+
+
+def _key_line(key: str) -> str:
+    from coord.http.keys import hold
+
+    try:
+        return f"{hold('default', key, admin=True).line()}\n"
+    except ValueError as error:
+        raise ToolError(f"--api-key: {error}", code=USAGE) from None
 
 
 def _fail_if_one_ended(children: list[Child]) -> None:

@@ -64,10 +64,10 @@ class Limits:
 
     max_model_len: tokens of prompt and reply. chunk_tokens: prefill tokens of one frame;
     shared_chunk_tokens: the same while another turn decodes. window_frames: Runs in flight per
-    ring, None for as many as keep the stages busy. frame_timeout_s: a frame without a verdict for this long counts as lost.
-    idle_ttl_s: rows that nobody has used for so long are freed, 0 for never. park_bytes: host
-    memory per stage for rows of conversations that lost their slot. resume_s: a turn whose ring was
-    lost fails when no ring is ready after this long.
+    ring, None for as many as keep the stages busy. frame_timeout_s: a frame without a verdict for
+    this long counts as lost. idle_ttl_s: rows that nobody has used for so long are freed, 0 for
+    never. park_bytes: host memory per stage for rows of conversations that lost their slot.
+    resume_s: a turn whose ring was lost fails when no ring is ready after this long.
     """
 
     slots: int = 4
@@ -153,10 +153,6 @@ class Config:
                     return ring, each
         known = ", ".join(each.name for ring in self.rings for each in ring.stages)
         raise KeyError(f"no stage {stage!r} in ring.toml; there are {known}")
-
-    def window_frames(self, ring: Ring) -> int:
-        """Frames that may be in flight on a ring."""
-        return self.limits.window_frames or len(ring.stages) + 1
 
 
 def load(path: str | os.PathLike[str]) -> Config:

@@ -54,6 +54,12 @@ class Security:
     server_key: str | None = None
 
 
+def make_keys() -> tuple[str, str]:
+    """A new CURVE pair (public, secret) as Z85 text, from the system's randomness."""
+    public, secret = zmq.curve_keypair()
+    return public.decode(), secret.decode()
+
+
 @dataclass(frozen=True, slots=True)
 class PeerEvent:
     """What a socket monitor saw. event: "connected", "disconnected" or "refused" (handshake)."""
@@ -123,8 +129,8 @@ class PushLink:
 class PullLink:
     """The receiving end of any number of links, blocking; use it from one thread only.
 
-    address: where to bind, or with port * any free one (then see `address`). link names it in
-    LinkGap frames. on_drop(reason) hears of each dropped message. Raises LinkError when the address
+    address: where to bind, or with port * any free one (then see `address`). link names it
+    where messages are dropped: on_drop(reason) hears of each. Raises LinkError when the address
     is in use or is none.
     """
 

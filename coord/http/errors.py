@@ -6,10 +6,8 @@ One envelope on every path (case 43): {"error": {message, type, param, code}}.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import structlog
 from fastapi import FastAPI, Request
@@ -19,6 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coord.actions import TurnError
+from coord.http.keys import ANYBODY, Caller, Keyring
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _CODES = {404: "not_found", 405: "method_not_allowed"}
@@ -121,14 +120,12 @@ def _too_large(limit_bytes: int) -> TurnError:
 class Edge:
     """Outermost middleware: API keys, and the last handler of whatever went wrong.
 
-    Sets state.tenant to a digest of the key that was used, b"" where no keys are configured.
+    Sets state.caller to whose key was used.
     """
 
-    def __init__(
-        self, app: ASGIApp, *, api_keys: Sequence[str], open_paths: Collection[str]
-    ) -> None:
+    def __init__(self, app: ASGIApp, *, keys: Keyring, open_paths: Collection[str]) -> None:
         self._app = app
-        self._digests = [_digest(key.encode("utf-8")) for key in api_keys]
+        self._keys = keys
         self._open = frozenset(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -136,12 +133,12 @@ class Edge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        tenant = self._tenant(scope)
-        if tenant is None:
+        caller = self._caller(scope)
+        if caller is None:
             refusal = TurnError(401, "invalid_api_key", "a valid API key is required: Bearer KEY")
             await respond(refusal)(scope, receive, send)
             return
-        scope.setdefault("state", {})["tenant"] = tenant
+        scope.setdefault("state", {})["caller"] = caller
         begun: Message | None = None
 
         async def noting(message: Message) -> None:
@@ -161,24 +158,19 @@ class Edge:
             else:
                 raise
 
-    def _tenant(self, scope: Scope) -> bytes | None:
-        """Compares bytes, so no header can fail to decode (case 45), and every key each time."""
-        if not self._digests:
-            return b""
+    def _caller(self, scope: Scope) -> Caller | None:
+        """Compares bytes, so no header can fail to decode (case 45)."""
+        if not self._keys:
+            return ANYBODY
         values = [value for name, value in scope["headers"] if name == b"authorization"]
         scheme, _, key = (values[0] if len(values) == 1 else b"").partition(b" ")
-        given = _digest(key.strip())
-        matches = [hmac.compare_digest(given, known) for known in self._digests]
-        if scheme.lower() == b"bearer" and any(matches):
-            return given
-        return b"" if scope["path"] in self._open else None
+        caller = self._keys.caller(key.strip())
+        if scheme.lower() == b"bearer" and caller is not None:
+            return caller
+        return Caller(b"", admin=False) if scope["path"] in self._open else None
 
 
 def sse_error(error: TurnError) -> bytes:
     """The end of a stream that failed: one error object, and [DONE] (case 41)."""
     data = json.dumps(body_of(error), ensure_ascii=False, separators=(",", ":"))
     return f"event: error\ndata: {data}\n\ndata: [DONE]\n\n".encode()
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()

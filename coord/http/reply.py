@@ -14,12 +14,12 @@ from typing import Protocol, TypeAlias
 
 from coord.actions import Admitted, Failed, Finished, Tokens, TurnError
 from coord.http.metrics import Metrics
+from coord.http.miss import explain
 from coord.text import StopScanner
 from coord.tokenizer import Tokenizer
 
 Event: TypeAlias = Admitted | Tokens | Finished | Failed
 _FINISH = {"token": "stop", "string": "stop", "cancelled": "stop", "length": "length"}
-_QUOTED_TOKENS = 8  # of the first text that was not resident; enough to recognise a timestamp
 _TIMEOUT = "timeout"
 
 
@@ -62,7 +62,8 @@ class Delta:
 class Wanted:
     """What the request asked of its answer.
 
-    stops: token ids that end it, never part of its text. strip: see Tokenizer.decoder.
+    stops: token ids that end it, never part of its text. strip: see Tokenizer.decoder. reuse: it
+    may use what is resident. other_salt: its session's last request had another cache_salt.
     """
 
     prompt: Sequence[int]
@@ -72,6 +73,8 @@ class Wanted:
     strip: bool
     seed: int
     timeout_s: float
+    reuse: bool = True
+    other_salt: bool = False
 
 
 class Reply:
@@ -95,7 +98,11 @@ class Reply:
         self._decoded = 0  # characters that came out of the decoder
         self._released = 0  # characters that went to the client
         self._waiting: list[tuple[Scored, int]] = []  # scored tokens, and where their text ends
-        self._admitted: Admitted | None = None  # the first one: later ones count own work (case 22)
+        # The last one that was no resume: a resumed one counts the turn's own work (case 22).
+        self._admitted: Admitted | None = None
+        self._corrected = False  # the stages refused what was matched at first
+        self._tokens: list[int] = []  # generated, the stop token excepted
+        self._text: list[str] = []  # what went to the client
         self._place: Admitted | None = None  # the latest: where it runs now
         self._submitted_at = time.monotonic()
         self._admitted_at: float | None = None
@@ -172,7 +179,7 @@ class Reply:
             "slot": place.slot if place else None,
             "matched": self._matched,
             "prefilled": len(self._wanted.prompt) - self._matched if place else 0,
-            "first_new": self._first_new() if place else None,
+            "miss": self._miss(),
             "queue_ms": self._since_submit(self._admitted_at),
             "ttft_ms": self._since_submit(first),
             "decode_ms": round(decode_s * 1e3, 3),
@@ -181,11 +188,22 @@ class Reply:
             "ended_by": self.ended_by,
         }
 
-    def _first_new(self) -> dict[str, object]:
-        """Where the prompt left what was resident, so that an early miss is noticed (case 17)."""
-        at = self._matched
-        tokens = self._wanted.prompt[at : at + _QUOTED_TOKENS]
-        return {"position": at, "text": self._tokenizer.decode(tokens, special=True)}
+    @property
+    def spoken(self) -> tuple[list[int], str]:
+        """The ids that were generated, without a stop token, and the text that the client has."""
+        return self._tokens, "".join(self._text)
+
+    def _miss(self) -> dict[str, object] | None:
+        if self._admitted is None:
+            return None
+        return explain(
+            self._admitted,
+            self._wanted.prompt,
+            self._tokenizer,
+            reuse=self._wanted.reuse,
+            corrected=self._corrected,
+            other_salt=self._wanted.other_salt,
+        )
 
     @property
     def _matched(self) -> int:
@@ -200,10 +218,18 @@ class Reply:
 
     def _admit(self, event: Admitted) -> None:
         self._place = event
+        if event.resumed:
+            return
         if self._admitted is None:
-            self._admitted = event
             self._admitted_at = self._now()
-            self._metrics.admitted(event.prompt, event.matched)
+        else:
+            self._corrected = True
+        self._admitted = event
+
+    def _count_prompt(self) -> None:
+        """Once what was reused is certain: no refusal can come after the first token."""
+        if self._admitted is not None:
+            self._metrics.admitted(self._admitted.prompt, self._admitted.matched)
 
     def _end(self, event: Finished | Failed) -> None:
         if isinstance(event, Failed):
@@ -224,6 +250,7 @@ class Reply:
             self.completion_tokens += 1
             if token in self._wanted.stops:
                 break  # the scheduler ends the turn here and says so
+            self._tokens.append(token)
             piece = self._decoder.feed(self._tokenizer.token_bytes(token))
             start = self._decoded
             self._decoded += len(piece)
@@ -242,6 +269,7 @@ class Reply:
         if not count:
             return
         if self._first_at is None:
+            self._count_prompt()
             self._first_at, self._first_count = now, count
             self._metrics.first_tokens(count, now - self._submitted_at)
         elif self._last_at is not None:
@@ -260,6 +288,7 @@ class Reply:
 
     def _release(self, text: str) -> Delta:
         self._released += len(text)
+        self._text.append(text)
         ready = 0
         while ready < len(self._waiting) and self._waiting[ready][1] <= self._released:
             ready += 1

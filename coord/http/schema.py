@@ -25,6 +25,7 @@ from coord.actions import TurnError
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256  # what is withheld of a stream is bounded by the longest stop string
 MAX_TOP_LOGPROBS = 20
+MAX_KEEP_S = 7 * 86400.0
 I63 = 1 << 63
 
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -99,9 +100,14 @@ class StreamOptions(Strict):
 
 
 class Extra(Strict):
-    """The request's `kvring` object. reuse false: prefill the whole prompt, for measurements."""
+    """The request's `kvring` object.
+
+    reuse false: prefill the whole prompt, for measurements. keep_s: the slot should not be given up
+    for so long after the turn.
+    """
 
     reuse: bool = True
+    keep_s: float = Field(default=0.0, ge=0.0, le=MAX_KEEP_S)
 
 
 class Common(Strict):
@@ -120,7 +126,7 @@ class Common(Strict):
     stop_token_ids: Tokens = Field(default_factory=list, max_length=64)
     ignore_eos: bool = False
     cache_salt: str | None = Field(None, min_length=1, max_length=512)
-    # Hints for routing. The ledger finds a resident prefix by its tokens and needs none of them.
+    # Name the session, the first one given counts. A resident prefix is found without them.
     user: Hint | None = None
     prompt_cache_key: Hint | None = None
     safety_identifier: Hint | None = None
@@ -145,6 +151,10 @@ class Common(Strict):
     def stops(self) -> list[str]:
         """The stop strings, however they were written."""
         return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    def session(self, header: str | None) -> str | None:
+        """What the client calls this session: prompt_cache_key, X-Session-ID (header) or user."""
+        return self.prompt_cache_key or (header or None) or self.user
 
     @property
     def include_usage(self) -> bool:
@@ -273,6 +283,12 @@ class TokenizeRequest(Strict):
         if (self.prompt is None) == (self.messages is None):
             raise TurnError(400, "invalid_value", "give prompt or messages, not both", "prompt")
         return self
+
+
+class KeepRequest(Strict):
+    """PUT /ring/slots/{slot}."""
+
+    keep_s: float = Field(ge=0.0, le=MAX_KEEP_S)
 
 
 class DetokenizeRequest(Strict):

@@ -1,0 +1,125 @@
+"""Owns what the model said: the ids of emitted texts, so that history need not be re-tokenised.
+
+Knows no request, no template and no ring. Text -> ids is not the inverse of ids -> text: a sampled
+reply often spells a word in pieces that the tokenizer would never choose, and a resident prefix
+would end at the first of them. Texts are looked up by a hash of the chain's salt and the text, so
+that nothing crosses from one tenant or salt to another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from coord.tokenizer import Tokenizer
+from transport.chain import pack_tokens, unpack_tokens
+
+MAX_BYTES = 64 << 20  # about 10 M generated tokens
+MAX_VARIANTS = 8  # ids of one text: "Yes." is said often, but in few spellings
+MAX_PROMPTS = 16  # conversations in which one spelling is remembered to have been said
+_OVERHEAD_BYTES = 400  # of one entry's Python objects
+_PROMPT_BYTES = 64  # of one conversation's digest
+
+
+@dataclass(frozen=True, slots=True)
+class Spoken:
+    """One spelling of a text. packed: its ids. prompts: digests of what stood before it.
+
+    lead: what the ids decode to before the text; " " where a sentencepiece word mark begins them,
+    which is no part of a reply's text.
+    """
+
+    packed: bytes
+    prompts: tuple[bytes, ...]
+    lead: str = ""
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The token ids."""
+        return unpack_tokens(self.packed)
+
+    @property
+    def cost(self) -> int:
+        """Bytes, about."""
+        return len(self.packed) + _PROMPT_BYTES * len(self.prompts) + _OVERHEAD_BYTES
+
+
+class History:
+    """Emitted texts, least recently used out first. Not thread-safe; what it returns is."""
+
+    def __init__(self, limit_bytes: int = MAX_BYTES) -> None:
+        self._limit = limit_bytes
+        self._texts: OrderedDict[bytes, tuple[Spoken, ...]] = OrderedDict()  # newest spelling first
+        self.size = 0  # bytes, about
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def add(
+        self, salt: bytes, text: str, prompt: Sequence[int], ids: Sequence[int], lead: str = ""
+    ) -> None:
+        """The model said `text` after `prompt`, as `ids` (see `spelling`)."""
+        key, before, packed = _key(salt, text), digest(pack_tokens(prompt)), pack_tokens(ids)
+        known = self._texts.pop(key, ())
+        prompts = next((each.prompts for each in known if each.packed == packed), ())
+        kept = tuple(each for each in prompts if each != before)[: MAX_PROMPTS - 1]
+        others = tuple(each for each in known if each.packed != packed)[: MAX_VARIANTS - 1]
+        self._texts[key] = (Spoken(packed, (before, *kept), lead), *others)
+        self.size += _cost(self._texts[key]) - _cost(known)
+        while self.size > self._limit:
+            _, gone = self._texts.popitem(last=False)
+            self.size -= _cost(gone)
+
+    def recall(self, salt: bytes, text: str) -> tuple[Spoken, ...]:
+        """The spellings of a text that was emitted, newest first; () where it never was."""
+        key = _key(salt, text)
+        found = self._texts.get(key, ())
+        if found:
+            self._texts.move_to_end(key)
+        return found
+
+
+def digest(packed: bytes) -> bytes:
+    """Names the ids before a reply; equal to blake2b of 16 bytes fed in pieces."""
+    return hashlib.blake2b(packed, digest_size=16).digest()
+
+
+def _key(salt: bytes, text: str) -> bytes:
+    data = text.encode("utf-8", "surrogatepass")  # JSON can hold half a surrogate pair
+    state = hashlib.blake2b(len(salt).to_bytes(8, "little"), digest_size=32)
+    state.update(salt)
+    state.update(data)
+    return state.digest()
+
+
+def _cost(entry: tuple[Spoken, ...]) -> int:
+    return sum(each.cost for each in entry)
+
+
+def spelling(
+    tokenizer: Tokenizer, tokens: Sequence[int], text: str, *, strip: bool
+) -> tuple[list[int], str] | None:
+    """The ids that stand for a reply's text, and their lead (see Spoken).
+
+    tokens: what was generated. text: what the client saw of it, all of it or cut by a stop string:
+    the ids up to the last token boundary within the text, then the rest of the text re-tokenised.
+    None where no ids give the text back.
+    """
+    decoder = tokenizer.decoder(strip=strip)
+    length = kept = kept_length = 0
+    for count, token in enumerate(tokens, 1):
+        length += len(decoder.feed(tokenizer.token_bytes(token)))
+        if length > len(text):
+            break
+        if decoder.whole:
+            kept, kept_length = count, length
+    else:
+        if length + len(decoder.flush()) == len(text):
+            kept, kept_length = len(tokens), len(text)  # it ends in half a character
+    rest = text[kept_length:]
+    ids = [*tokens[:kept], *(tokenizer.encode(rest, special=False) if rest else ())]
+    raw = tokenizer.decode(ids)
+    lead = raw.removesuffix(text) if ids and raw.endswith(text) else None
+    return None if lead not in ("", " ") else (ids, lead)

@@ -1,0 +1,155 @@
+"""Owns API keys: their file, their hashes at rest, and whose a given key is. Knows no request.
+
+A line of the file is `NAME:KEY` or `NAME:blake2b$SALT$HASH`, with ` admin` behind it for a key
+that sees everything. The name is the tenant: two keys of one name share their prefixes, so that a
+key can be replaced without losing them. Keys that `new_key` draws have 256 random bits, so a fast
+hash protects them as well as a slow one would.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_SALT_BYTES = 16
+_HASH_BYTES = 32
+_SCHEME = "blake2b"
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_HASHED = re.compile(
+    rf"{_SCHEME}\$([0-9a-f]{{{2 * _SALT_BYTES}}})\$([0-9a-f]{{{2 * _HASH_BYTES}}})"
+)
+_ADMIN = "admin"
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who sends a request. tenant: the key's name in UTF-8; b"" where no keys are configured."""
+
+    tenant: bytes
+    admin: bool
+
+
+ANYBODY = Caller(b"", admin=True)  # no keys are configured: there is nobody to hide from
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key as it is kept: never its text."""
+
+    caller: Caller
+    salt: bytes
+    hash: bytes
+
+    def line(self) -> str:
+        """The line of the key file."""
+        name = self.caller.tenant.decode("utf-8")
+        mark = f" {_ADMIN}" if self.caller.admin else ""
+        return f"{name}:{_SCHEME}${self.salt.hex()}${self.hash.hex()}{mark}"
+
+
+class Keyring:
+    """All keys of one server."""
+
+    def __init__(self, keys: Sequence[Key]) -> None:
+        self._keys = tuple(keys)
+
+    def caller(self, given: bytes) -> Caller | None:
+        """Whose key this is, or None. Compares bytes (case 45), and every key each time."""
+        matches = [hmac.compare_digest(_hash(key.salt, given), key.hash) for key in self._keys]
+        return next(
+            (key.caller for key, same in zip(self._keys, matches, strict=True) if same), None
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self._keys)
+
+
+def hold(name: str, key: str, *, admin: bool = False) -> Key:
+    """A key to be checked against. ValueError for a name that is none, or an empty key."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"a key's name is 1 to 64 of A-Z a-z 0-9 . _ -, not {name!r}")
+    if not key:
+        raise ValueError(f"the key of {name} is empty")
+    salt = secrets.token_bytes(_SALT_BYTES)
+    return Key(Caller(name.encode(), admin), salt, _hash(salt, key.encode("utf-8")))
+
+
+def new_key(name: str, *, admin: bool = False) -> tuple[str, Key]:
+    """Draw a key: its text, to be shown once, and what is kept of it."""
+    key = f"kvr-{secrets.token_urlsafe(32)}"
+    return key, hold(name, key, admin=admin)
+
+
+def parse_keys(text: str) -> tuple[Key, ...]:
+    """The keys of a file; # begins a comment line. ValueError names the line."""
+    keys = []
+    for number, raw in enumerate(text.splitlines(), 1):
+        line = raw.strip()
+        if not line or line.startswith("#"):
+            continue
+        entry, *marks = line.split(None, 1)
+        name, colon, secret = entry.partition(":")
+        if not colon or not secret:
+            raise ValueError(f"line {number}: must be NAME:KEY or NAME:{_SCHEME}$SALT$HASH")
+        if marks not in ([], [_ADMIN]):
+            raise ValueError(f"line {number}: only {_ADMIN!r} may follow a key")
+        hashed = _HASHED.fullmatch(secret)
+        if hashed is None and secret.startswith((f"{_SCHEME}$", "scrypt$")):
+            raise ValueError(f"line {number}: only hashes that `kvring apikey` writes are known")
+        try:
+            key = hold(name, secret, admin=bool(marks))
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from None
+        if hashed is not None:
+            key = Key(key.caller, bytes.fromhex(hashed[1]), bytes.fromhex(hashed[2]))
+        keys.append(key)
+    return tuple(keys)
+
+
+def _hash(salt: bytes, key: bytes) -> bytes:
+    return hashlib.blake2b(
+        key, digest_size=_HASH_BYTES, salt=salt, person=b"kvring-apikey"
+    ).digest()
+
+
+# ---- what a key gives apart: salts and hints ----------------------------------------------------
+
+
+def tenant_tag(tenant: bytes) -> bytes:
+    """What the salts of a tenant begin with, 16 bytes."""
+    return _digest(16, b"kvring-tenant", tenant)
+
+
+def derive_salt(tenant: bytes, cache_salt: str | None) -> bytes:
+    """The salt of a prefix-hash chain: tenants and salts never share by accident (case 20).
+
+    b"" where there is neither key nor salt; else tenant_tag and a hash of both, each with its
+    length before it.
+    """
+    if not tenant and cache_salt is None:
+        return b""
+    return tenant_tag(tenant) + _digest(32, b"kvring-salt", tenant, (cache_salt or "").encode())
+
+
+def derive_hint(tenant: bytes, session: str | None) -> str:
+    """The scheduler's name for a client's session: 32 characters, or "" where it gave none."""
+    if session is None:
+        return ""
+    data = session.encode("utf-8", "surrogatepass")
+    return _digest(16, b"kvring-hint", tenant, data).hex()
+
+
+def owns(tenant: bytes, salt: bytes) -> bool:
+    """True if a chain under this salt is the tenant's."""
+    return salt.startswith(tenant_tag(tenant)) if tenant else not salt
+
+
+def _digest(size: int, person: bytes, *parts: bytes) -> bytes:
+    state = hashlib.blake2b(digest_size=size, person=person)
+    for part in parts:
+        state.update(len(part).to_bytes(8, "little") + part)
+    return state.digest()
