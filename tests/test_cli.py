@@ -114,6 +114,7 @@ def test_up_passes_every_option(up: FakeUp) -> None:
         "slots": 4,
         "max_model_len": None,
         "dtype": "bfloat16",
+        "threads": None,
         "drafter": "lookup",
         "rings": 1,
         "park_mb": 0,

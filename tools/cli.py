@@ -137,6 +137,9 @@ def up(
         int | None, typer.Option(min=1, help="Tokens per slot [default: what the model allows].")
     ] = None,
     dtype: Annotated[Dtype, typer.Option(help="Precision of weights and KV.")] = Dtype.BFLOAT16,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Per stage [default: the cores, shared out].")
+    ] = None,
     drafter: Annotated[
         DrafterKind, typer.Option(help="How next tokens are guessed ahead.")
     ] = DrafterKind.LOOKUP,
@@ -169,6 +172,7 @@ def up(
             slots=slots,
             max_model_len=max_model_len,
             dtype=dtype.value,
+            threads=threads,
             drafter=drafter.value,
             rings=rings,
             park_mb=park_mb,

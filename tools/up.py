@@ -53,6 +53,7 @@ class Options:
     slots: int
     max_model_len: int | None
     dtype: str
+    threads: int | None
     drafter: str
     rings: int
     park_mb: int
@@ -160,7 +161,7 @@ def _plan(wanted: Options, folder: Path) -> Config:
         raise ToolError(
             f"--max-model-len {length}: the model's context ends at {longest}", code=USAGE
         )
-    threads = max(1, (os.cpu_count() or 1) // (wanted.stages * wanted.rings))
+    threads = wanted.threads or max(1, (os.cpu_count() or 1) // (wanted.stages * wanted.rings))
     name = wanted.served_model_name or (wanted.model if path == TOY else _name(wanted.model))
     return Config(
         Model(path, name, wanted.dtype),
