@@ -102,7 +102,7 @@ class _Gateway:
         self._created = int(time.time())
         self._replies: dict[tuple[bytes, str], Reply] = {}  # bounded by the engine's queue
         self._history = History()
-        self._salts: OrderedDict[str, bytes] = OrderedDict()  # session hint -> its last salt
+        self._salts: OrderedDict[str, bytes] = OrderedDict()  # a session's hint -> its last salt
 
     # ---- completions ----
 
@@ -188,7 +188,8 @@ class _Gateway:
         seed = secrets.randbits(53) if wanted.seed is None else wanted.seed & I63_MASK
         tenant = _caller(request).tenant
         salt, chat = derive_salt(tenant, wanted.cache_salt), isinstance(wanted, ChatRequest)
-        hint = derive_hint(tenant, wanted.session(request.headers.get("x-session-id")))
+        session = wanted.session(request.headers.get("x-session-id"))
+        opening = wanted.opening if isinstance(wanted, ChatRequest) else ""
         stream = self._engine.submit(
             prompt,
             budget=budget,
@@ -203,7 +204,7 @@ class _Gateway:
             ),
             salt=salt,
             reuse=wanted.kvring.reuse,
-            hint=hint,
+            hint=derive_hint(tenant, session, opening),
             keep_s=wanted.kvring.keep_s,
         )
         reply = self._replies[tenant, reply_id] = Reply(
@@ -218,19 +219,19 @@ class _Gateway:
                 seed=seed,
                 timeout_s=self._settings.turn_timeout_s,
                 reuse=wanted.kvring.reuse,
-                other_salt=self._salt_changed(hint, salt),
+                other_salt=self._salt_changed(derive_hint(tenant, session), salt),
             ),
             self._metrics,
             on_close=lambda: self._ended(tenant, reply_id, prompt, salt if chat else None),
         )
         return reply
 
-    def _salt_changed(self, hint: str, salt: bytes) -> bool:
+    def _salt_changed(self, session: str, salt: bytes) -> bool:
         """Note the salt of a session's request; True if its last one had another."""
-        if not hint:
+        if not session:
             return False
-        last = self._salts.pop(hint, salt)
-        self._salts[hint] = salt
+        last = self._salts.pop(session, salt)
+        self._salts[session] = salt
         if len(self._salts) > MAX_SESSIONS:
             self._salts.popitem(last=False)
         return last != salt

@@ -140,6 +140,18 @@ def up(
     drafter: Annotated[
         DrafterKind, typer.Option(help="How next tokens are guessed ahead.")
     ] = DrafterKind.LOOKUP,
+    rings: Annotated[
+        int, typer.Option(min=1, max=64, help="Rings; each holds the whole model.")
+    ] = 1,
+    park_mb: Annotated[
+        int, typer.Option(min=0, help="Host memory (MB) per stage for evicted conversations.")
+    ] = 0,
+    idle_ttl_s: Annotated[
+        float, typer.Option(min=0.0, help="Free what nobody used for so long; 0 for never.")
+    ] = 0.0,
+    verify_share: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Warm turns run again cold when idle.")
+    ] = 0.0,
     http: Http = "127.0.0.1:8000",
     served_model_name: Annotated[
         str | None, typer.Option(metavar="NAME", help="Model name in the API [default: --model].")
@@ -158,6 +170,10 @@ def up(
             max_model_len=max_model_len,
             dtype=dtype.value,
             drafter=drafter.value,
+            rings=rings,
+            park_mb=park_mb,
+            idle_ttl_s=idle_ttl_s,
+            verify_share=verify_share,
             http=http,
             served_model_name=served_model_name,
             api_key=api_key,

@@ -52,10 +52,14 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Coordinator:
-    """http: host:port of the HTTP API. drafter: how next tokens are guessed, see DRAFTERS."""
+    """http: host:port of the HTTP API. drafter: how next tokens are guessed, see DRAFTERS.
+
+    verify_share: of the warm turns, run again cold in idle time and compared; 0 for none.
+    """
 
     http: str = "127.0.0.1:8000"
     drafter: str = "lookup"
+    verify_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,8 +351,11 @@ def _coordinator(table: _Table) -> Coordinator:
     drafter = table.take("drafter", str, Coordinator().drafter)
     if drafter not in DRAFTERS:
         table.fail(f"must be one of {', '.join(DRAFTERS)}, not {_shown(drafter)}", "drafter")
+    share = table.take("verify_share", float, 0.0)
+    if not 0.0 <= share <= 1.0:
+        table.fail(f"must be from 0 to 1, not {share:g}", "verify_share")
     table.finish()
-    return Coordinator(http, drafter)
+    return Coordinator(http, drafter, share)
 
 
 def _limits(table: _Table) -> Limits:
