@@ -28,7 +28,7 @@ from transport.config import TOY, Config, Coordinator, Limits, Model, Ring, Stag
 
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "KVRING_TEST_FLEET"
-READY_S = 60.0  # a ring of toys takes 2-4 s on two idle cores
+READY_S = 120.0  # a ring of toys takes 2-4 s on two idle cores, ten times that on busy ones
 END_S = 20.0
 POLL_S = 0.03
 # Everything is plain HTTP; loading the CA certificates would cost 20 ms for each request.
