@@ -255,7 +255,7 @@ class TorchModel:
         if divisors is not None:
             frequencies = frequencies / divisors
         # The library's formula, but the functions in float64 by numpy: torch's threaded float32
-        # cos gave another table in 2 of 40 starts, and logits then differ by 1e-3.
+        # cos gave another table in 4 of 14 starts, and logits then differ by 1e-3.
         angles = torch.arange(self._capacity).float()[:, None] * frequencies
         exact = torch.cat((angles, angles), 1).double().numpy()
         scale = float(rotary.attention_scaling)

@@ -222,11 +222,12 @@ def spoil_tail(blocks: Chain, prefix: int, seed: int) -> None:
 
 
 @pytest.mark.model
+@pytest.mark.timeout(900)  # 190 s at a load of 9 on 2 cores
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_real_model_is_bit_equal_on_random_schedules(source: Source, dtype: torch.dtype) -> None:
     blocks = chain(source, (0, 30), slots=4, capacity=1024, dtype=dtype)
     assert blocks.blocks[0].info.kernel.startswith("exact;"), blocks.blocks[0].info.kernel
-    check_schedules(blocks, source.vocabulary, 4, seed=1)
+    check_schedules(blocks, source.vocabulary, 2, seed=1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
