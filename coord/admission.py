@@ -33,7 +33,8 @@ def choose(
 
     The cost is the predicted time to the first token (the rows ahead in the ring's queue and the
     turn's own suffix at the measured rate, the copy, and a small frame for each turn that is there)
-    and a share of the work, because rows that are computed twice delay others. Before anything was
+    and a share of the work, because rows that are computed twice delay others, now or when what is
+    given up for the turn returns. Before anything was
     measured all rings count the same: rows decide. So affinity is strong, and load overrides it.
     """
     ready = [each for each in rings.values() if each.phase is RingPhase.READY]
@@ -54,12 +55,13 @@ def choose(
             continue
         choice = Choice(ring, wanted, placement)
         there = [other for other in turns.values() if other.ring == ring.name]
-        ahead = sum(max(0, other.known - other.sent) for other in there)
+        ahead = sum(max(0, other.known - other.sent) for other in there) + ring.rows_in_flight()
         led = leader(turn, turns, choice)
         matched = placement.matched if led is None else led[1]
         row_s = ring.row_s or usual
         own = turn.known - matched
-        cost = (ahead + own + WORK * own) * row_s + len(there) * (ring.frame_s or usual)
+        work = WORK * (own + placement.loss)
+        cost = (ahead + own + work) * row_s + len(there) * (ring.frame_s or usual)
         cost += ring.copy_time(placement)
         if best is None or cost < best[0]:
             best = cost, choice

@@ -73,6 +73,7 @@ class Placement:
 
     source: copy rows [0, matched) of this holding into the slot first, because it must stay whole.
     park: copy what the slot holds to this parked id before. dropped: parked ids to free for that.
+    loss: rows that are given up for it, weighted by what they are worth.
     """
 
     slot: int
@@ -80,6 +81,7 @@ class Placement:
     source: int | None = None
     park: int | None = None
     dropped: tuple[int, ...] = ()
+    loss: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,19 +196,22 @@ class Ledger:
         victims = [i for i in free if i != source and not self._kept(i, now)]
         victim, loss = self._cheapest(victims, now)
         if victim in here:
-            return Placement(victim, best)  # its first rows are the wanted ones: nothing to copy
+            # its first rows are the wanted ones: nothing to copy
+            return Placement(victim, best, loss=loss)
         tails = [
             ((self.slots[index].resident - best) * self.slots[index].weight(now), index)
             for index in here
             if victim is None or not self._kept(index, now)
         ]
         if tails and min(tails)[0] <= loss:
-            return Placement(min(tails)[1], best)
+            return Placement(min(tails)[1], best, loss=min(tails)[0])
         if victim is None:  # all that is free is kept on request: the oldest wish yields
             victim = min(free, key=lambda index: self.slots[index].keep_until)
+            loss = float(self.slots[victim].resident)
         matched = 0 if source is None else best
-        parking = self._parking(victim, source, now) if wanted.restore else (None, ())
-        return Placement(victim, matched, source, *parking)
+        park, dropped = self._parking(victim, source, now) if wanted.restore else (None, ())
+        loss = 0.0 if park is not None else loss
+        return Placement(victim, matched, source, park, dropped, loss)
 
     def _kept(self, index: int, now: float) -> bool:
         slot = self.slots[index]

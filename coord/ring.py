@@ -322,6 +322,11 @@ class Ring:
         else:
             self.copy_row_s = _average(self.copy_row_s, row_s)
 
+    def rows_in_flight(self) -> int:
+        """Rows that were sent and are not acknowledged."""
+        runs = [each.frame for each in self.in_flight.values() if isinstance(each.frame, Run)]
+        return sum(len(segment.tokens) for run in runs for segment in run.segments)
+
     def restore_pays(self, now: float) -> bool:
         """True when copying a row from the park takes less than prefilling it.
 

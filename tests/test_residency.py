@@ -402,6 +402,12 @@ def test_case_39_two_rings_share_the_load() -> None:
     assert [made.replies[turn].admitted[0].ring for turn in follow] == used, "affinity"
 
 
+def test_nothing_is_given_up_on_one_ring_while_another_has_room() -> None:
+    made = world(slots=1, rings=2)
+    chats = [[index + 1] * 30 for index in range(2)]
+    assert [chat(made, known, []).ring for known in chats] == ["r0", "r1"]
+
+
 def test_case_39_load_overrides_affinity() -> None:
     """The warm ring has much more to compute first than the cold one in all."""
     made = world(slots=2, rings=2, chunk_tokens=8)
