@@ -163,7 +163,7 @@ def _forward(model: StageModel, action: Forward) -> Forwarded:
     run, payload = action.run, action.run.payload
     if payload is not None and action.rows is not None:
         payload = _pick_rows(payload, action.rows)
-    output = model.forward(run.segments, payload)
+    output = model.forward(run.segments, payload, action.histories)
     return Forwarded(run.epoch, run.seq, output.payload, output.results)
 
 

@@ -123,8 +123,8 @@ class LocalRing(Coordinator):
                     self._links[index + 1].append(action.frame)
                 case Forward():
                     assert action.rows is None, "no row was refused"
-                    output = model.forward(action.run.segments, action.run.payload)
                     run = action.run
+                    output = model.forward(run.segments, run.payload, action.histories)
                     done = Forwarded(run.epoch, run.seq, output.payload, output.results)
                     self._take(index, done)
                 case CopyRows():
