@@ -146,6 +146,21 @@ def up(
     api_key: ApiKey = None,
     record: Record = None,
     record_payloads: RecordPayloads = Payloads.NONE,
+    delay_ms: Annotated[
+        float, typer.Option(min=0, max=60_000, help="Every link takes so much longer, one way.")
+    ] = 0.0,
+    jitter_ms: Annotated[
+        float, typer.Option(min=0, max=60_000, help="And up to so much more, at random.")
+    ] = 0.0,
+    mbit: Annotated[
+        float, typer.Option(min=0, max=1e6, help="Every link carries so much, 0 for no limit.")
+    ] = 0.0,
+    draft_depth: Annotated[
+        int | None, typer.Option(min=1, max=64, hidden=True, help="Verify frames in flight.")
+    ] = None,
+    draft_tokens: Annotated[
+        int | None, typer.Option(min=0, max=64, hidden=True, help="Drafts of one frame.")
+    ] = None,
 ) -> int:
     """Run a whole ring on this machine, with its HTTP API. Ctrl-C ends all of it."""
     _check_address(http)
@@ -162,6 +177,11 @@ def up(
             api_key=api_key,
             record=record,
             record_payloads=record_payloads.value,
+            delay_ms=delay_ms,
+            jitter_ms=jitter_ms,
+            mbit=mbit,
+            draft_depth=draft_depth,
+            draft_tokens=draft_tokens,
         )
     )
 

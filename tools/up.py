@@ -26,6 +26,7 @@ from tools.pull import resolve_model
 from tools.serve import listen
 from tools.terminal import ProgressLine
 from transport.config import TOY, Config, Coordinator, Limits, Model, Ring, Stage, dumps
+from transport.emulate import Emulate
 
 STOP_S = 10.0  # for a process to end after SIGTERM; then it is killed
 POLL_S = 0.1
@@ -48,6 +49,11 @@ class Options:
     api_key: str | None
     record: Path | None
     record_payloads: str
+    delay_ms: float = 0.0
+    jitter_ms: float = 0.0
+    mbit: float = 0.0
+    draft_depth: int | None = None
+    draft_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +161,9 @@ def _plan(wanted: Options, folder: Path) -> Config:
     return Config(
         Model(path, name, wanted.dtype),
         (Ring("ring0", f"ipc://{folder}/verdicts.sock", stages),),
-        Coordinator(http, wanted.drafter),
+        Coordinator(http, wanted.drafter, wanted.draft_depth, wanted.draft_tokens),
         Limits(slots=wanted.slots, max_model_len=length),
+        Emulate(wanted.delay_ms, wanted.jitter_ms, wanted.mbit),
     )
 
 
@@ -258,6 +265,12 @@ def _greet(wanted: Options, config: Config) -> None:
     print(
         f"  stages: {layers}; {config.limits.slots} slots of {config.limits.max_model_len} tokens"
     )
+    if config.emulate.on:
+        link = config.emulate
+        print(
+            f"  every link is made slower: {link.delay_ms:g} ms one way, "
+            f"up to {link.jitter_ms:g} ms more, {f'{link.mbit:g}' if link.mbit else 'any'} Mbit/s"
+        )
     print(
         f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' "
         f"-d '{json.dumps(body)}'"
