@@ -47,3 +47,13 @@ def load_model(
         threads=spec.threads,
         progress=progress,
     )
+
+
+def describe_model(path: str) -> tuple[int, int]:
+    """Layers and longest context (tokens) of a model; loads no weights. Raises ModelError."""
+    if path == TOY:
+        return TOY_LAYERS, TOY_CONTEXT
+    from pipeline.weights import open_model
+
+    source = open_model(path)
+    return source.layers_total, int(source.config.max_position_embeddings)

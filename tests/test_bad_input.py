@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from coord.tokenizer import load_tokenizer
+from pipeline.load import describe_model
 from pipeline.model import ModelError
-from pipeline.weights import open_model
 from tests import processes, randommodel
 from tests.modelfile import default_model
 from tests.processes import (
@@ -31,8 +31,6 @@ from tests.processes import (
 )
 from tests.toyclient import complete, truth
 from tools.cli import run
-from tools.describe import describe
-from tools.errors import ToolError
 from transport.config import dumps
 
 
@@ -195,7 +193,7 @@ def small_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_small_models_themselves_are_whole(small_gguf: Path, small_folder: Path) -> None:
     for path in (small_gguf, small_folder):
-        assert describe(str(path)) == (randommodel.LAYERS, randommodel.CONTEXT)
+        assert describe_model(str(path)) == (randommodel.LAYERS, randommodel.CONTEXT)
         assert load_tokenizer(path).encode("a€") == [97, 0xE2, 0x82, 0xAC]
 
 
@@ -261,11 +259,7 @@ def test_a_damaged_file_is_refused_or_read(
         data = source.read_bytes()
         for number in range(seed, seed + 100):
             target.write_bytes(randommodel.mutate(data, number))
-            for read, expected in (
-                (describe, ToolError),
-                (open_model, ModelError),
-                (load_tokenizer, ValueError),
-            ):
+            for read, expected in ((describe_model, ModelError), (load_tokenizer, ValueError)):
                 said = _refusal(read, model, expected)
                 assert said is None or str(tmp_path) in said, (target.name, number, said)
 

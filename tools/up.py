@@ -21,7 +21,6 @@ from pathlib import Path
 from types import FrameType
 
 from tools.client import Client
-from tools.describe import describe
 from tools.errors import USAGE, ToolError
 from tools.pull import resolve_model
 from tools.serve import listen
@@ -219,8 +218,15 @@ def _free_address(wanted: str) -> str:
 
 def _model(name: str) -> tuple[str, int, int]:
     """Path, number of layers and longest context of a model."""
+    from pipeline.load import describe_model
+    from pipeline.model import ModelError
+
     path = TOY if name == TOY else str(resolve_model(name, Path("models")).resolve())
-    return path, *describe(path)
+    try:
+        layers, context = describe_model(path)
+    except ModelError as error:
+        raise ToolError(str(error), code=USAGE) from None
+    return path, layers, context
 
 
 def _name(model: str) -> str:
