@@ -126,6 +126,7 @@ class Coordinator:
                     sender=f"{ring.name}/coordinator",
                     incarnation=self._incarnation,
                     max_bytes=self.config.limits.max_frame_bytes,
+                    emulate=self.config.emulate,
                 )
         except LinkError:
             await self.close()

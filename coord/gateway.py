@@ -6,13 +6,13 @@ See docs/api.md. The engine is a protocol, so that tests script it and the coord
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 import uuid
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import structlog
@@ -22,12 +22,14 @@ from fastapi.responses import JSONResponse, Response
 from coord.actions import TurnError
 from coord.history import History, spelling
 from coord.http.answer import Answer, ChatAnswer, TextAnswer
+from coord.http.choices import Choices
 from coord.http.engine import Engine
 from coord.http.errors import ClientGoneError, Edge, install, read_body, sse_error
 from coord.http.keys import Caller, Key, Keyring, derive_hint, derive_salt
 from coord.http.metrics import CONTENT_TYPE, Metrics
 from coord.http.reply import Delta, Reply, Wanted
 from coord.http.rings import RingApi
+from coord.http.sampling import sampling_of, seeds_of
 from coord.http.schema import (
     ChatRequest,
     CompletionRequest,
@@ -39,11 +41,9 @@ from coord.http.schema import (
 from coord.http.sse import DONE, EventStream, encode_event, until_gone
 from coord.splice import splice
 from coord.tokenizer import Tokenizer
-from transport.frame import Sampling
 
 R = TypeVar("R", bound=Strict)
 OPEN_PATHS = ("/health", "/ready")  # no key needed: probes have none
-I63_MASK = (1 << 63) - 1
 MAX_SESSIONS = 16384  # hints whose last salt is remembered, to explain a miss: 3 MB
 
 _log = structlog.get_logger(__name__)
@@ -100,9 +100,10 @@ class _Gateway:
         self._models = settings.served_models or engine.limits.models
         self._metrics = Metrics(engine.counters)
         self._created = int(time.time())
-        self._replies: dict[tuple[bytes, str], Reply] = {}  # bounded by the engine's queue
+        # by tenant and id, then by choice; bounded by the engine's queue
+        self._replies: dict[tuple[bytes, str], dict[int, Reply]] = {}
         self._history = History()
-        self._salts: OrderedDict[str, bytes] = OrderedDict()  # session hint -> its last salt
+        self._salts: OrderedDict[str, bytes] = OrderedDict()  # a session's hint -> its last salt
 
     # ---- completions ----
 
@@ -151,7 +152,8 @@ class _Gateway:
         running = self._replies.get((_caller(request).tenant, reply))
         if running is None:
             raise TurnError(404, "reply_not_found", f"no running reply has the id {reply}", "id")
-        running.cancel()
+        for choice in list(running.values()):
+            choice.cancel()
         return JSONResponse({"id": reply, "cancelled": True})
 
     async def _answer(
@@ -161,18 +163,18 @@ class _Gateway:
         prompt: Sequence[int],
         answer: Answer,
     ) -> Response:
-        reply = self._submit(request, wanted, prompt, answer.id)
+        choices = self._submit(request, wanted, prompt, answer.id)
         _log.info("turn", id=answer.id, prompt=len(prompt), stream=wanted.stream)
         headers = {"x-request-id": answer.id}
         if wanted.stream:
             return EventStream(
-                _events(reply, answer, include_usage=wanted.include_usage),
+                _events(choices, answer, include_usage=wanted.include_usage),
                 keep_alive_s=self._settings.keep_alive_s,
-                on_close=reply.close,
+                on_close=choices.close,
                 headers=headers,
             )
-        deltas = await _collect(reply, request)
-        return JSONResponse(answer.whole(reply, deltas), headers=headers)
+        deltas = await _collect(choices, request)
+        return JSONResponse(answer.whole(choices, deltas), headers=headers)
 
     def _submit(
         self,
@@ -180,66 +182,78 @@ class _Gateway:
         wanted: ChatRequest | CompletionRequest,
         prompt: Sequence[int],
         reply_id: str,
-    ) -> Reply:
+    ) -> Choices:
+        """Start a turn for each choice, or none. Their prompt is computed once (single flight)."""
         budget = self._budget(len(prompt), wanted.limit)
+        if wanted.min_tokens > budget:
+            text = f"min_tokens: {wanted.min_tokens}, but the answer has at most {budget}"
+            raise TurnError(400, "invalid_value", text, "min_tokens")
         self._check_tokens(wanted.stop_token_ids, "stop_token_ids")
+        self._check_tokens([int(token) for token in wanted.logit_bias], "logit_bias")
         stops = {*wanted.stop_token_ids, *(() if wanted.ignore_eos else self._tokenizer.stops)}
-        # 53 random bits: the seed is reported, and JavaScript must be able to send it back.
-        seed = secrets.randbits(53) if wanted.seed is None else wanted.seed & I63_MASK
         tenant = _caller(request).tenant
         salt, chat = derive_salt(tenant, wanted.cache_salt), isinstance(wanted, ChatRequest)
-        hint = derive_hint(tenant, wanted.session(request.headers.get("x-session-id")))
-        stream = self._engine.submit(
-            prompt,
-            budget=budget,
-            stops=sorted(stops),
-            sampling=Sampling(
-                temperature=wanted.temperature,
-                top_k=max(wanted.top_k, 0),
-                top_p=wanted.top_p,
-                min_p=wanted.min_p,
-                seed=seed,
-                logprobs=wanted.wanted_logprobs,
-            ),
-            salt=salt,
+        session = wanted.session(request.headers.get("x-session-id"))
+        opening = wanted.opening if isinstance(wanted, ChatRequest) else ""
+        common = Wanted(
+            prompt=prompt,
+            stops=frozenset(stops),
+            stop_strings=tuple(wanted.stops),
+            logprobs=wanted.wanted_logprobs is not None,
+            strip=chat,
+            seed=0,
+            timeout_s=self._settings.turn_timeout_s,
             reuse=wanted.kvring.reuse,
-            hint=hint,
-            keep_s=wanted.kvring.keep_s,
+            other_salt=self._salt_changed(derive_hint(tenant, session), salt),
+            min_tokens=wanted.min_tokens,
         )
-        reply = self._replies[tenant, reply_id] = Reply(
-            stream,
-            self._tokenizer,
-            Wanted(
-                prompt=prompt,
-                stops=frozenset(stops),
-                stop_strings=tuple(wanted.stops),
-                logprobs=wanted.wanted_logprobs is not None,
-                strip=chat,
-                seed=seed,
-                timeout_s=self._settings.turn_timeout_s,
-                reuse=wanted.kvring.reuse,
-                other_salt=self._salt_changed(hint, salt),
-            ),
-            self._metrics,
-            on_close=lambda: self._ended(tenant, reply_id, prompt, salt if chat else None),
-        )
-        return reply
+        running = self._replies[tenant, reply_id] = {}
+        try:
+            for index, seed in enumerate(seeds_of(wanted)):
+                stream = self._engine.submit(
+                    prompt,
+                    budget=budget,
+                    stops=sorted(stops),
+                    sampling=sampling_of(wanted, seed),
+                    salt=salt,
+                    reuse=wanted.kvring.reuse,
+                    hint=derive_hint(tenant, session, opening),
+                    keep_s=wanted.kvring.keep_s,
+                )
+                running[index] = Reply(
+                    stream,
+                    self._tokenizer,
+                    replace(common, seed=seed, index=index),
+                    self._metrics,
+                    on_close=partial(
+                        self._ended, tenant, reply_id, index, prompt, salt if chat else None
+                    ),
+                )
+        except TurnError:
+            for reply in list(running.values()):
+                reply.close()
+            self._replies.pop((tenant, reply_id), None)
+            raise
+        return Choices(list(running.values()))
 
-    def _salt_changed(self, hint: str, salt: bytes) -> bool:
+    def _salt_changed(self, session: str, salt: bytes) -> bool:
         """Note the salt of a session's request; True if its last one had another."""
-        if not hint:
+        if not session:
             return False
-        last = self._salts.pop(hint, salt)
-        self._salts[hint] = salt
+        last = self._salts.pop(session, salt)
+        self._salts[session] = salt
         if len(self._salts) > MAX_SESSIONS:
             self._salts.popitem(last=False)
         return last != salt
 
     def _ended(
-        self, tenant: bytes, reply_id: str, prompt: Sequence[int], salt: bytes | None
+        self, tenant: bytes, reply_id: str, index: int, prompt: Sequence[int], salt: bytes | None
     ) -> None:
         """Forget a reply; remember what it said. salt: of a chat's history, None for no chat."""
-        reply = self._replies.pop((tenant, reply_id), None)
+        running = self._replies.get((tenant, reply_id), {})
+        reply = running.pop(index, None)
+        if not running:
+            self._replies.pop((tenant, reply_id), None)
         if reply is None:
             return
         tokens, text = reply.spoken
@@ -360,42 +374,45 @@ def _caller(request: Request) -> Caller:
 
 
 async def _events(
-    reply: Reply, answer: Answer, *, include_usage: bool
+    choices: Choices, answer: Answer, *, include_usage: bool
 ) -> AsyncGenerator[bytes, None]:
-    """A stream's events: exactly one finish_reason or one error, and [DONE] (cases 40-42)."""
+    """A stream's events: a finish_reason for each choice or one error, and [DONE] (cases 40-42)."""
     try:
-        for chunk in answer.opening():
+        for chunk in answer.opening(len(choices.replies)):
             yield encode_event(chunk)
-        async with aclosing(reply.deltas()) as deltas:
-            async for delta in deltas:
-                yield encode_event(answer.chunk(delta))
+        async with aclosing(choices.pieces()) as pieces:
+            async for piece in pieces:
+                if isinstance(piece, Delta):
+                    yield encode_event(answer.chunk(piece))
+                else:
+                    yield encode_event(answer.closing(piece))
     except TurnError as error:
         yield sse_error(error)
         return
-    yield encode_event(answer.closing(reply))
     if include_usage:
-        yield encode_event(answer.usage_chunk(reply))
+        yield encode_event(answer.usage_chunk(choices))
     yield DONE
 
 
-async def _collect(reply: Reply, request: Request) -> list[Delta]:
-    """All deltas. TurnError where the turn failed; ClientGoneError, and the turn is given up."""
+async def _collect(choices: Choices, request: Request) -> list[Delta]:
+    """All deltas. TurnError where a turn failed; ClientGoneError, and the turns are given up."""
     deltas: list[Delta] = []
     failure: TurnError | None = None
     try:
         async with asyncio.TaskGroup() as group:
             watcher = group.create_task(until_gone(request.receive))
             try:
-                async with aclosing(reply.deltas()) as pieces:
-                    async for delta in pieces:
-                        deltas.append(delta)
+                async with aclosing(choices.pieces()) as pieces:
+                    async for piece in pieces:
+                        if isinstance(piece, Delta):
+                            deltas.append(piece)
             except TurnError as error:
                 failure = error
             watcher.cancel()
     except* ClientGoneError:
         failure = TurnError(499, "client_gone", "the client closed the connection")
     finally:
-        reply.close()
+        choices.close()
     if failure is not None:
         raise failure
     return deltas

@@ -7,12 +7,12 @@ sent ahead on the guess that it will be picked.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from coord.draft import Acceptance, Drafter
 from transport.chain import Chain, pack_tokens
-from transport.frame import Kind, Segment, Submit
+from transport.frame import Kind, Sampling, Segment, Submit
 
 
 class Phase(StrEnum):
@@ -47,9 +47,16 @@ class Turn:
     admitted_before: bool = False
     behind: tuple[int, int] | None = None  # wait until turn [0] has [1] rows acknowledged
     started: bool = False  # a segment of it has settled: what it reused is proven
+    sampling: Sampling = field(init=False)  # the same for every segment, and after a resume
 
     def __post_init__(self) -> None:
         self.known = len(self.submit.prompt)
+        self.sampling = self.submit.sampling
+        shaping = self.sampling.shaping
+        if shaping is not None:
+            ends = self.submit.stops if shaping.min_tokens else ()
+            shaping = replace(shaping, prompt=self.known, ends=ends)
+            self.sampling = replace(self.sampling, shaping=shaping)
 
     @property
     def id(self) -> int:
@@ -122,7 +129,7 @@ class Turn:
             Kind.VERIFY if verify else Kind.PREFILL,
             self.chain.hash_before(self.sent),
             end - self.sent if verify else int(end == self.known),
-            self.submit.sampling,
+            self.sampling,
             self.submit.salt,
         )
         self.sent = end

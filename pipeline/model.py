@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
+from hashlib import blake2b, shake_128
 from typing import Protocol
 
-from transport.frame import Result, Segment, Tensor
+from pipeline.rule import Choice, Tally, pick, result
+from transport.frame import GREEDY, Result, Segment, Tensor
 
 
 class ModelError(ValueError):
@@ -62,11 +63,18 @@ class StageModel(Protocol):
     def info(self) -> ModelInfo:
         """What this block is; constant after construction."""
 
-    def forward(self, segments: Sequence[Segment], payload: Tensor | None) -> Output:
+    def forward(
+        self,
+        segments: Sequence[Segment],
+        payload: Tensor | None,
+        histories: Sequence[Sequence[int]] = (),
+    ) -> Output:
         """Run all segments' tokens through the block and write their KV rows.
 
         payload: None at the head, else [tokens, hidden] for the segments' tokens in order. The
         caller has checked slots, ranges and prefixes. Segments of one frame touch different slots.
+        histories: at the tail, for each segment the tokens right before it that its sampling needs
+        (from shaping.since on), or () where no segment's sampling needs any.
         """
 
     def copy(self, source: int, target: int, length: int) -> None:
@@ -87,8 +95,9 @@ class ToyModel:
     """Hash-chained toy block: answers depend on every KV row that is physically in the slot.
 
     A layer writes row p := H(layer, x[p]) and outputs y[p] := H(row 0, ..., row p), all read back
-    from the slot's buffer. The tail's token is y[p] mod vocabulary, so that one wrong row gives
-    another token with probability 1 - 1/vocabulary. Activations are uint8 [tokens, 8].
+    from the slot's buffer. The tail's likeliest token is y[p] mod vocabulary, so that one wrong row
+    gives another token with probability 1 - 1/vocabulary; the other logits are a hash of y[p] too.
+    Activations are uint8 [tokens, 8].
     """
 
     def __init__(
@@ -120,12 +129,17 @@ class ToyModel:
         """See StageModel."""
         return self._info
 
-    def forward(self, segments: Sequence[Segment], payload: Tensor | None) -> Output:
+    def forward(
+        self,
+        segments: Sequence[Segment],
+        payload: Tensor | None,
+        histories: Sequence[Sequence[int]] = (),
+    ) -> Output:
         """See StageModel. Cost: one hash over all earlier rows per token and layer."""
         outputs: list[bytes] = []
         results: list[Result] = []
         at = 0
-        for segment in segments:
+        for index, segment in enumerate(segments):
             count = len(segment.tokens)
             if payload is None:
                 rows = [token.to_bytes(ROW_BYTES, "little") for token in segment.tokens]
@@ -139,7 +153,8 @@ class ToyModel:
                 )
             outputs.extend(rows)
             if self._info.tail:
-                results.append(self._pick(segment, rows))
+                history = histories[index] if histories else ()
+                results.append(self._pick(segment, rows[count - segment.want :], history))
         if self._info.tail:
             return Output(None, tuple(results))
         return Output(Tensor("uint8", (len(outputs), ROW_BYTES), b"".join(outputs)))
@@ -171,11 +186,33 @@ class ToyModel:
             out.append(_digest(memoryview(buffer)[:end]))
         return out
 
-    def _pick(self, segment: Segment, rows: Sequence[bytes]) -> Result:
-        wanted = rows[len(rows) - segment.want :]
-        tokens = tuple(int.from_bytes(row, "little") % self._info.vocabulary for row in wanted)
-        logprobs = (0.0,) * len(tokens) if segment.sampling.logprobs is not None else ()
-        return Result(segment.turn, segment.slot, segment.end - segment.want, tokens, logprobs)
+    def _pick(self, segment: Segment, rows: Sequence[bytes], history: Sequence[int]) -> Result:
+        sampling = segment.sampling
+        tally = None if sampling.shaping is None else Tally(segment, history)
+        choices = []
+        for position, row in enumerate(rows, segment.end - segment.want + 1):
+            if sampling == GREEDY:
+                choices.append(Choice(likeliest(row, self._info.vocabulary)))
+                continue
+            counts = tally.before(position) if tally is not None else {}
+            logits = toy_logits(row, self._info.vocabulary)
+            choices.append(pick(logits, sampling, position, counts))
+        return result(segment, choices)
+
+
+def likeliest(row: bytes, vocabulary: int) -> int:
+    """The token with the largest of toy_logits."""
+    return int.from_bytes(row, "little") % vocabulary
+
+
+def toy_logits(row: bytes, vocabulary: int) -> list[float]:
+    """The toy's logits for an output row: multiples of 1/32 in [-2, 6), and 6.5 for the likeliest.
+
+    Coarse, so that ties are common.
+    """
+    logits = [(byte - 64) / 32 for byte in shake_128(row).digest(vocabulary)]
+    logits[likeliest(row, vocabulary)] = 6.5
+    return logits
 
 
 def _digest(data: bytes | memoryview) -> bytes:

@@ -48,6 +48,9 @@ class SlotTable:
             return Refusal.RANGE, f"rows up to {segment.end}, capacity {self.capacity}"
         if max(segment.tokens) >= self._vocabulary:
             return Refusal.RANGE, f"token {max(segment.tokens)}, vocabulary {self._vocabulary}"
+        shaping = segment.sampling.shaping
+        if shaping is not None and shaping.largest >= self._vocabulary:
+            return Refusal.RANGE, f"token {shaping.largest}, vocabulary {self._vocabulary}"
         if segment.want > len(segment.tokens):
             return Refusal.RANGE, f"{segment.want} verdicts for {len(segment.tokens)} tokens"
         if segment.start == 0:
@@ -92,6 +95,14 @@ class SlotTable:
             self._chains[segment.slot] = Chain(segment.parent_hash)
         else:
             self._chains[segment.slot].truncate(segment.start)
+
+    def history(self, segment: Segment) -> tuple[int, ...]:
+        """The tokens right before the segment that its sampling needs; call after `begin`."""
+        shaping = segment.sampling.shaping
+        since = shaping.since if shaping is not None and segment.want else None
+        if since is None or since >= segment.start:
+            return ()
+        return self._chains[segment.slot].tokens(since, segment.start)
 
     def finish(self, segment: Segment) -> None:
         """The segment's rows are written."""

@@ -45,11 +45,12 @@ class Forward:
     """Run the block over run.segments; answer with a Forwarded frame.
 
     rows: which [start, end) ranges of the payload's rows belong to the segments that were kept, or
-    None when all of them do.
+    None when all of them do. histories: see StageModel.forward.
     """
 
     run: Run
     rows: tuple[tuple[int, int], ...] | None
+    histories: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +199,12 @@ class Stage:
         whole = len(kept) == len(run.segments)
         accepted = run if whole else replace(run, segments=tuple(kept))
         self._running = accepted, arrived, now
-        actions.append(Forward(accepted, None if whole else tuple(rows)))
+        actions.append(Forward(accepted, None if whole else tuple(rows), self._histories(kept)))
+
+    def _histories(self, segments: list[Segment]) -> tuple[tuple[int, ...], ...]:
+        if not self.info.tail or all(segment.sampling.shaping is None for segment in segments):
+            return ()
+        return tuple(self.slots.history(segment) for segment in segments)
 
     def _payload_fault(self, run: Run, rows: int) -> str | None:
         if not run.segments:

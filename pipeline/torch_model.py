@@ -34,7 +34,8 @@ from pipeline.kernels import (
     spans,
 )
 from pipeline.model import ModelInfo, Output
-from pipeline.sample import Choice, pick
+from pipeline.rule import Choice, Tally, result
+from pipeline.sample import NOTHING, pick
 from pipeline.weights import EMBEDDING, FINAL_NORM, LM_HEAD, ModelError, Source
 from transport.frame import Result, Sampling, Segment, Tensor
 
@@ -154,7 +155,12 @@ class TorchModel:
         return self._info
 
     @torch.inference_mode()
-    def forward(self, segments: Sequence[Segment], payload: Tensor | None) -> Output:
+    def forward(
+        self,
+        segments: Sequence[Segment],
+        payload: Tensor | None,
+        histories: Sequence[Sequence[int]] = (),
+    ) -> Output:
         """See StageModel. payload: [tokens, hidden] in the block's dtype."""
         count = sum(len(segment.tokens) for segment in segments)
         rows = padded(count, ROWS) if self._kernels.exact else count
@@ -169,7 +175,7 @@ class TorchModel:
         for layer in self._layers:
             hidden = layer(hidden, position_embeddings=rotary, plan=plan)
         if self._info.tail:
-            return Output(None, self._results(segments, hidden[0]))
+            return Output(None, self._results(segments, hidden[0], histories))
         return Output(_to_wire(hidden[0, :count]))
 
     @torch.inference_mode()
@@ -255,7 +261,7 @@ class TorchModel:
         if divisors is not None:
             frequencies = frequencies / divisors
         # The library's formula, but the functions in float64 by numpy: torch's threaded float32
-        # cos gave another table in 2 of 40 starts, and logits then differ by 1e-3.
+        # cos gave another table in 4 of 14 starts, and logits then differ by 1e-3.
         angles = torch.arange(self._capacity).float()[:, None] * frequencies
         exact = torch.cat((angles, angles), 1).double().numpy()
         scale = float(rotary.attention_scaling)
@@ -303,28 +309,35 @@ class TorchModel:
         _bytes(tensor)[: len(payload.data)] = payload.data
         return tensor.to(self._device)
 
-    def _results(self, segments: Sequence[Segment], hidden: torch.Tensor) -> tuple[Result, ...]:
-        wanted: list[tuple[int, Sampling, int]] = []  # row, sampling, position of the token
+    def _results(
+        self,
+        segments: Sequence[Segment],
+        hidden: torch.Tensor,
+        histories: Sequence[Sequence[int]],
+    ) -> tuple[Result, ...]:
+        # row, position of the token, its segment's sampling and tally
+        wanted: list[tuple[int, int, Sampling, Tally | None]] = []
         at = 0
-        for segment in segments:
-            count = len(segment.tokens)
+        for index, segment in enumerate(segments):
+            count, tally = len(segment.tokens), None
+            if segment.sampling.shaping is not None:
+                tally = Tally(segment, histories[index] if histories else ())
             for offset in range(count - segment.want, count):
-                wanted.append((at + offset, segment.sampling, segment.start + offset + 1))
+                wanted.append((at + offset, segment.start + offset + 1, segment.sampling, tally))
             at += count
         choices: list[Choice] = []
         for first in range(0, len(wanted), LOGIT_ROWS):
             some = wanted[first : first + LOGIT_ROWS]
-            logits = self._logits(hidden, [row for row, _, _ in some])
+            logits = self._logits(hidden, [row for row, *_ in some])
             choices += [
-                pick(row, sampling, position)
-                for row, (_, sampling, position) in zip(logits, some, strict=True)
+                pick(row, sampling, position, tally.before(position) if tally else NOTHING)
+                for row, (_, position, sampling, tally) in zip(logits, some, strict=True)
             ]
         results = []
         at = 0
         for segment in segments:
-            mine = choices[at : at + segment.want]
+            results.append(result(segment, choices[at : at + segment.want]))
             at += segment.want
-            results.append(_result(segment, mine))
         return tuple(results)
 
     def _logits(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
@@ -335,16 +348,6 @@ class TorchModel:
         chosen = hidden[torch.tensor(rows, device=self._device)][None]
         logits: torch.Tensor = self._head(self._norm(chosen))
         return logits[0, :count].float()
-
-
-def _result(segment: Segment, choices: Sequence[Choice]) -> Result:
-    tokens = tuple(choice.token for choice in choices)
-    start = segment.end - segment.want
-    if segment.sampling.logprobs is None:
-        return Result(segment.turn, segment.slot, start, tokens)
-    logprobs = tuple(choice.logprob for choice in choices if choice.logprob is not None)
-    top = tuple(choice.top for choice in choices) if segment.sampling.logprobs else ()
-    return Result(segment.turn, segment.slot, start, tokens, logprobs, top)
 
 
 def _to_wire(rows: torch.Tensor) -> Tensor:

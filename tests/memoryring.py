@@ -281,7 +281,7 @@ class MemoryRing:
             data = bytes(payload.data)
             kept = b"".join(data[a * 8 : b * 8] for a, b in forward.rows)
             payload = Tensor(payload.dtype, (len(kept) // 8, 8), kept)
-        output = self.models[index].forward(run.segments, payload)
+        output = self.models[index].forward(run.segments, payload, forward.histories)
         return Forwarded(run.epoch, run.seq, output.payload, output.results)
 
     def _stage_takes(self, index: int, frame: Frame) -> None:

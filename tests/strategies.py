@@ -25,6 +25,7 @@ from transport.frame import (
     Run,
     Sampling,
     Segment,
+    Shaping,
     StageEntry,
     StageState,
     Submit,
@@ -126,6 +127,16 @@ def records(cls: type) -> st.SearchStrategy[Any]:
     )
 
 
+penalties = st.floats(-1e3, 1e3)
+BY_CLASS |= {
+    (Shaping, "repetition"): st.floats(1e-3, 1e3),
+    (Shaping, "presence"): penalties,
+    (Shaping, "frequency"): penalties,
+    (Shaping, "bias"): some(st.tuples(counts, penalties)),
+    (Shaping, "prompt"): counts,
+    (Shaping, "ends"): some(token_ids),
+}
+BY_CLASS[Sampling, "shaping"] = st.none() | records(Shaping)
 _samplings = st.just(GREEDY) | records(Sampling)
 BY_CLASS[Segment, "sampling"] = BY_CLASS[Submit, "sampling"] = _samplings
 BY_CLASS[Run, "segments"] = some(records(Segment), 0, 3)

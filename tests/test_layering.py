@@ -25,6 +25,7 @@ CORE = (
     "pipeline/slots.py",
     "pipeline/stage.py",
     "pipeline/model.py",
+    "pipeline/rule.py",
     "coord/actions.py",
     "coord/draft.py",
     "coord/ledger.py",

@@ -76,6 +76,7 @@ async def _stage(
         lambda progress: load_model(config, ring, spec, device or spec.device, progress),
         incarnation,
         recorder,
+        config.emulate,
     )
     try:
         await run_stage(worker, incarnation, stop)

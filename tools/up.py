@@ -37,6 +37,7 @@ from transport.config import (
     dumps,
     loads,
 )
+from transport.emulate import Emulate
 
 STOP_S = 10.0  # for a process to end after SIGTERM; then it is killed
 POLL_S = 0.1
@@ -53,6 +54,7 @@ class Options:
     slots: int
     max_model_len: int | None
     dtype: str
+    threads: int | None
     drafter: str
     rings: int
     park_mb: int
@@ -63,6 +65,11 @@ class Options:
     api_key: str | None
     record: Path | None
     record_payloads: str
+    delay_ms: float = 0.0
+    jitter_ms: float = 0.0
+    mbit: float = 0.0
+    draft_depth: int | None = None
+    draft_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,18 +167,21 @@ def _plan(wanted: Options, folder: Path) -> Config:
         raise ToolError(
             f"--max-model-len {length}: the model's context ends at {longest}", code=USAGE
         )
-    threads = max(1, (os.cpu_count() or 1) // (wanted.stages * wanted.rings))
+    threads = wanted.threads or max(1, (os.cpu_count() or 1) // (wanted.stages * wanted.rings))
     name = wanted.served_model_name or (wanted.model if path == TOY else _name(wanted.model))
     return Config(
         Model(path, name, wanted.dtype),
         tuple(_ring(wanted, index, total, threads, folder) for index in range(wanted.rings)),
-        Coordinator(http, wanted.drafter, wanted.verify_share),
+        Coordinator(
+            http, wanted.drafter, wanted.draft_depth, wanted.draft_tokens, wanted.verify_share
+        ),
         Limits(
             slots=wanted.slots,
             max_model_len=length,
             idle_ttl_s=wanted.idle_ttl_s,
             park_bytes=wanted.park_mb * 1_000_000,
         ),
+        Emulate(wanted.delay_ms, wanted.jitter_ms, wanted.mbit),
     )
 
 
@@ -305,6 +315,12 @@ def _greet(wanted: Options, config: Config) -> None:
     print(
         f"  stages: {layers}; {config.limits.slots} slots of {config.limits.max_model_len} tokens"
     )
+    if config.emulate.on:
+        link = config.emulate
+        print(
+            f"  every link is made slower: {link.delay_ms:g} ms one way, "
+            f"up to {link.jitter_ms:g} ms more, {f'{link.mbit:g}' if link.mbit else 'any'} Mbit/s"
+        )
     print(
         f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' "
         f"-d '{json.dumps(body)}'"

@@ -42,6 +42,7 @@ from transport.frame import (
     Run,
     Sampling,
     Segment,
+    Shaping,
     StageEntry,
     StageLost,
     StageState,
@@ -62,6 +63,7 @@ MAX_STAGES = 256  # stages in one ring: timings and roll-call entries
 MAX_ROWS = 1 << 16  # positions of one Result with logprobs; the longest list of all
 MAX_PARKED = 1 << 16  # parked prefixes that one coordinator knows
 MAX_TOP = 64  # most likely tokens listed per position
+MAX_BIAS = 300  # biased tokens of one turn, as OpenAI's API has it; 4 KB in each of its segments
 MAX_TEXT = 4096  # characters of a detail
 MAX_NAME = 128
 MAX_DIMENSIONS = 4
@@ -272,6 +274,17 @@ _SERIAL = _integer(0, U63)
 _DIGEST = _binary(DIGEST_BYTES, DIGEST_BYTES)
 _SALT = _binary(0, 64)
 
+_PENALTY = _real(-1e3, 1e3)
+_SHAPING = _record(
+    Shaping,
+    _real(1e-3, 1e3),
+    _PENALTY,
+    _PENALTY,
+    _many(_pair(_COUNT, _PENALTY), 0, MAX_BIAS),
+    _COUNT,
+    _COUNT,
+    _tokens(0),
+)
 _SAMPLING = _optional(
     _record(
         Sampling,
@@ -281,6 +294,7 @@ _SAMPLING = _optional(
         _real(0.0, 1.0),
         _SERIAL,
         _optional(_integer(0, MAX_TOP)),
+        _optional(_SHAPING),
     ),
     GREEDY,
 )

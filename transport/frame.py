@@ -37,11 +37,43 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
-    """How the tail picks a token from one row of logits; a function of (logits, seed, position).
+class Shaping:
+    """What is done to a row of logits before a token is picked. See docs/sampling.md.
 
-    temperature 0 is greedy (ties to the lowest id). logprobs: None for none, n for the chosen
-    token's log probability and the n most likely ones.
+    repetition divides or multiplies the logits of tokens that came before, prompt included;
+    presence and frequency are taken off those that were generated; bias is added. None of the
+    first min_tokens generated tokens is one of `ends`. prompt and ends are the turn's: how many
+    tokens of the sequence are its prompt, and its stop tokens; the scheduler fills them in.
+    """
+
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    prompt: int = 0
+    ends: tuple[int, ...] = ()
+
+    @property
+    def since(self) -> int | None:
+        """The first position whose token changes later logits; None where none does."""
+        if self.repetition != 1.0:
+            return 0
+        return self.prompt if self.presence or self.frequency else None
+
+    @property
+    def largest(self) -> int:
+        """The largest token id named."""
+        return max((*self.ends, *(token for token, _ in self.bias)), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the tail picks a token from one row of logits.
+
+    A function of (logits, seed, position), and with `shaping` of the sequence so far. temperature 0
+    is greedy (ties to the lowest id). logprobs: None for none, n for the chosen token's log
+    probability and the n most likely ones.
     """
 
     temperature: float = 0.0
@@ -50,6 +82,7 @@ class Sampling:
     min_p: float = 0.0
     seed: int = 0
     logprobs: int | None = None
+    shaping: Shaping | None = None
 
 
 GREEDY = Sampling()

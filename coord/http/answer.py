@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from coord.http.choices import Choices
 from coord.http.reply import Delta, Reply, Scored
 
 _FLOOR = -9999.0  # JSON has no -infinity; OpenAI writes this for impossible tokens
@@ -15,19 +16,19 @@ class Answer(Protocol):
 
     id: str
 
-    def opening(self) -> list[dict[str, Any]]:
-        """Chunks before any text."""
+    def opening(self, count: int) -> list[dict[str, Any]]:
+        """Chunks before any text of `count` choices."""
 
     def chunk(self, delta: Delta) -> dict[str, Any]:
         """One piece of a stream."""
 
     def closing(self, reply: Reply) -> dict[str, Any]:
-        """The chunk with the finish_reason."""
+        """The chunk with a choice's finish_reason."""
 
-    def whole(self, reply: Reply, deltas: Sequence[Delta]) -> dict[str, Any]:
+    def whole(self, choices: Choices, deltas: Sequence[Delta]) -> dict[str, Any]:
         """The answer in one object."""
 
-    def usage_chunk(self, reply: Reply) -> dict[str, Any]:
+    def usage_chunk(self, choices: Choices) -> dict[str, Any]:
         """The last chunk, only on include_usage (case 42)."""
 
 
@@ -65,39 +66,49 @@ class ChatAnswer(_Base):
 
     _CHUNK = "chat.completion.chunk"
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening(self, count: int) -> list[dict[str, Any]]:
         """See Answer."""
-        return [self._delta({"role": "assistant", "content": ""}, None, None)]
+        role = {"role": "assistant", "content": ""}
+        return [self._delta(index, role, None, None) for index in range(count)]
 
     def chunk(self, delta: Delta) -> dict[str, Any]:
         """See Answer."""
-        return self._delta({"content": delta.text}, self._scores(delta.scored), None)
+        return self._delta(delta.index, {"content": delta.text}, self._scores(delta.scored), None)
 
     def closing(self, reply: Reply) -> dict[str, Any]:
         """See Answer."""
-        return {**self._delta({}, None, reply.finish_reason), "kvring": reply.report()}
+        chunk = self._delta(reply.index, {}, None, reply.finish_reason)
+        return {**chunk, "kvring": reply.report()}
 
-    def usage_chunk(self, reply: Reply) -> dict[str, Any]:
+    def usage_chunk(self, choices: Choices) -> dict[str, Any]:
         """See Answer."""
         chunk = self._object(self._CHUNK, [])
-        return {**chunk, "usage": reply.usage(), "kvring": reply.report()}
+        return {**chunk, "usage": choices.usage(), "kvring": choices.report()}
 
-    def whole(self, reply: Reply, deltas: Sequence[Delta]) -> dict[str, Any]:
+    def whole(self, choices: Choices, deltas: Sequence[Delta]) -> dict[str, Any]:
         """See Answer."""
-        text, scored = _joined(deltas)
-        choice = {
-            "index": 0,
+        answer = self._object(
+            "chat.completion", [self._choice(reply, deltas) for reply in choices.replies]
+        )
+        return {**answer, "usage": choices.usage(), "kvring": choices.report()}
+
+    def _choice(self, reply: Reply, deltas: Sequence[Delta]) -> dict[str, Any]:
+        text, scored = _joined(deltas, reply.index)
+        return {
+            "index": reply.index,
             "message": {"role": "assistant", "content": text, "refusal": None},
             "logprobs": self._scores(scored),
             "finish_reason": reply.finish_reason,
         }
-        answer = self._object("chat.completion", [choice])
-        return {**answer, "usage": reply.usage(), "kvring": reply.report()}
 
     def _delta(
-        self, delta: dict[str, Any], logprobs: dict[str, Any] | None, finish: str | None
+        self,
+        index: int,
+        delta: dict[str, Any],
+        logprobs: dict[str, Any] | None,
+        finish: str | None,
     ) -> dict[str, Any]:
-        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
         return self._piece(self._CHUNK, [choice])
 
     def _scores(self, scored: Sequence[Scored]) -> dict[str, Any] | None:
@@ -111,41 +122,47 @@ class TextAnswer(_Base):
 
     _KIND = "text_completion"
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening(self, count: int) -> list[dict[str, Any]]:  # noqa: ARG002
         """See Answer: this API has no role to announce."""
         return []
 
     def chunk(self, delta: Delta) -> dict[str, Any]:
         """See Answer."""
-        return self._piece(self._KIND, [self._choice(delta.text, delta.scored, None)])
+        return self._piece(self._KIND, [self._choice(delta.index, delta.text, delta.scored, None)])
 
     def closing(self, reply: Reply) -> dict[str, Any]:
         """See Answer."""
-        choice = {"index": 0, "text": "", "logprobs": None, "finish_reason": reply.finish_reason}
+        choice = {"index": reply.index, "text": "", "logprobs": None}
+        choice["finish_reason"] = reply.finish_reason
         return {**self._piece(self._KIND, [choice]), "kvring": reply.report()}
 
-    def usage_chunk(self, reply: Reply) -> dict[str, Any]:
+    def usage_chunk(self, choices: Choices) -> dict[str, Any]:
         """See Answer."""
         return {
             **self._object(self._KIND, []),
-            "usage": reply.usage(),
-            "kvring": reply.report(),
+            "usage": choices.usage(),
+            "kvring": choices.report(),
         }
 
-    def whole(self, reply: Reply, deltas: Sequence[Delta]) -> dict[str, Any]:
+    def whole(self, choices: Choices, deltas: Sequence[Delta]) -> dict[str, Any]:
         """See Answer."""
-        text, scored = _joined(deltas)
-        answer = self._object(self._KIND, [self._choice(text, scored, reply.finish_reason)])
-        return {**answer, "usage": reply.usage(), "kvring": reply.report()}
+        found = [
+            self._choice(reply.index, *_joined(deltas, reply.index), reply.finish_reason)
+            for reply in choices.replies
+        ]
+        answer = self._object(self._KIND, found)
+        return {**answer, "usage": choices.usage(), "kvring": choices.report()}
 
-    def _choice(self, text: str, scored: Sequence[Scored], finish: str | None) -> dict[str, Any]:
+    def _choice(
+        self, index: int, text: str, scored: Sequence[Scored], finish: str | None
+    ) -> dict[str, Any]:
         logprobs = _text_scores(scored) if self._logprobs else None
-        return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish}
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
 
-def _joined(deltas: Sequence[Delta]) -> tuple[str, list[Scored]]:
-    text = "".join(delta.text for delta in deltas)
-    return text, [entry for delta in deltas for entry in delta.scored]
+def _joined(deltas: Sequence[Delta], index: int) -> tuple[str, list[Scored]]:
+    mine = [delta for delta in deltas if delta.index == index]
+    return "".join(delta.text for delta in mine), [one for delta in mine for one in delta.scored]
 
 
 def _chat_score(entry: Scored) -> dict[str, Any]:

@@ -52,10 +52,11 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What became certain: text, and the tokens whose text is out."""
+    """What became certain: text, and the tokens whose text is out. index: of the choice."""
 
     text: str
     scored: tuple[Scored, ...] = ()
+    index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class Wanted:
 
     stops: token ids that end it, never part of its text. strip: see Tokenizer.decoder. reuse: it
     may use what is resident. other_salt: its session's last request had another cache_salt.
+    min_tokens: so many tokens are not searched for stop strings. index: of the choice.
     """
 
     prompt: Sequence[int]
@@ -75,6 +77,8 @@ class Wanted:
     timeout_s: float
     reuse: bool = True
     other_salt: bool = False
+    min_tokens: int = 0
+    index: int = 0
 
 
 class Reply:
@@ -110,6 +114,8 @@ class Reply:
         self._first_count = 0  # tokens that came first together
         self._last_at: float | None = None
         self._closed = False
+        self.index = wanted.index
+        self.prompt_tokens = len(wanted.prompt)
         self.completion_tokens = 0
         self.ended_by: str | None = None
 
@@ -160,11 +166,10 @@ class Reply:
 
     def usage(self) -> dict[str, object]:
         """OpenAI's usage object. A stop token counts, as it was generated; cut text's do too."""
-        prompt = len(self._wanted.prompt)
         return {
-            "prompt_tokens": prompt,
+            "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
-            "total_tokens": prompt + self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self._matched},
         }
 
@@ -256,7 +261,8 @@ class Reply:
             self._decoded += len(piece)
             if self._wanted.logprobs:
                 self._waiting.append((self._score(event, index, start), self._decoded))
-            text.append(self._scanner.feed(piece))
+            scanned = self.completion_tokens > self._wanted.min_tokens
+            text.append(self._scanner.feed(piece) if scanned else piece)
             if self._scanner.stopped:
                 # Later tokens of this event were drafted ahead; a serial run has none (case 24).
                 self.ended_by = "string"
@@ -294,7 +300,7 @@ class Reply:
             ready += 1
         scored = tuple(entry for entry, _ in self._waiting[:ready])
         del self._waiting[:ready]
-        return Delta(text, scored)
+        return Delta(text, scored, self.index)
 
     def _rest(self) -> Delta:
         """What was withheld; of a cut answer, the token that the cut goes through."""
@@ -306,4 +312,4 @@ class Reply:
         delta = self._release(text)
         through = [entry for entry, _ in self._waiting if entry.offset < self._released]
         self._waiting.clear()
-        return Delta(delta.text, (*delta.scored, *through))
+        return Delta(delta.text, (*delta.scored, *through), self.index)

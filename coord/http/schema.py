@@ -25,24 +25,26 @@ from coord.actions import TurnError
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256  # what is withheld of a stream is bounded by the longest stop string
 MAX_TOP_LOGPROBS = 20
+MAX_CHOICES = 8
+MAX_BIASES = 300
 MAX_KEEP_S = 7 * 86400.0
 I63 = 1 << 63
 
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 Tokens = Annotated[list[Token], Field(fail_fast=True)]  # one error for a million bad items
 Hint = Annotated[str, Field(max_length=512)]
+Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 # Parameters of this API that are not supported, with the values that change nothing.
 _SHARED_UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "n": (1,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "best_of": (1,),
     "use_beam_search": (False,),
-    "min_tokens": (0,),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
@@ -121,10 +123,16 @@ class Common(Strict):
     top_p: float = Field(1.0, ge=0.0, le=1.0)
     top_k: int = Field(0, ge=-1, lt=1 << 31)
     min_p: float = Field(0.0, ge=0.0, le=1.0)
+    repetition_penalty: float = Field(1.0, ge=0.1, le=10.0)
+    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    logit_bias: dict[str, Bias] = Field(default_factory=dict, max_length=MAX_BIASES)
     seed: int | None = Field(None, ge=-I63, lt=I63)
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
     stop: Stop | list[Stop] = Field(default_factory=list)
     stop_token_ids: Tokens = Field(default_factory=list, max_length=64)
     ignore_eos: bool = False
+    min_tokens: int = Field(0, ge=0, lt=1 << 31)
     cache_salt: str | None = Field(None, min_length=1, max_length=512)
     # Name the session, the first one given counts. A resident prefix is found without them.
     user: Hint | None = None
@@ -137,6 +145,14 @@ class Common(Strict):
     def _few_stops(cls, value: str | list[str]) -> str | list[str]:
         if isinstance(value, list) and len(value) > MAX_STOPS:
             raise ValueError(f"at most {MAX_STOPS} stop strings")
+        return value
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _keys_are_ids(cls, value: dict[str, float]) -> dict[str, float]:
+        for key in value:
+            if not (key.isascii() and key.isdecimal() and str(int(key[:10])) == key):
+                raise ValueError(f"{key[:40]!r} is not a token id")
         return value
 
     @model_validator(mode="after")
@@ -218,6 +234,13 @@ class ChatRequest(Common):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+
+    @property
+    def opening(self) -> str:
+        """The conversation up to its first user message: what no later turn of it changes."""
+        roles = [message.role for message in self.messages]
+        count = roles.index("user") + 1 if "user" in roles else 1
+        return json.dumps([message.plain() for message in self.messages[:count]])
 
     @model_validator(mode="after")
     def _top_needs_logprobs(self) -> ChatRequest:
