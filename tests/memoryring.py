@@ -131,9 +131,10 @@ class MemoryRing:
         slots: int = 3,
         tamper: Callable[[Frame], Frame] | None = None,
         drafter: Callable[[], Drafter] | None = LookupDrafter,
+        layers: int = LAYERS,
     ) -> None:
         self.limits = bounds or limits(slots=slots)
-        cuts = [LAYERS * i // stages for i in range(stages + 1)]
+        cuts = [layers * i // stages for i in range(stages + 1)]
         names = [f"s{i}" for i in range(stages)]
         spec = RingSpec(
             name="r",
