@@ -188,7 +188,7 @@ class ToyModel:
 
     def _pick(self, segment: Segment, rows: Sequence[bytes], history: Sequence[int]) -> Result:
         sampling = segment.sampling
-        tally = None if sampling.shaping is None else Tally(segment, history)
+        tally = Tally(segment, history) if rows and sampling.shaping is not None else None
         choices = []
         for position, row in enumerate(rows, segment.end - segment.want + 1):
             if sampling == GREEDY:

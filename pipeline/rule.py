@@ -37,7 +37,8 @@ class Tally:
         assert shaping is not None, segment
         since = shaping.since
         self._first = segment.start - len(history)
-        assert since is None or self._first <= max(since, 0) or since >= segment.start, segment
+        known = since is None or self._first <= since or since >= segment.start
+        assert known, (segment, len(history))
         self._tokens = (*history, *segment.tokens)
         self._prompt = shaping.prompt
         self._next = None if since is None else max(since, self._first)

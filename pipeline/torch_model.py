@@ -322,7 +322,7 @@ class TorchModel:
         at = 0
         for index, segment in enumerate(segments):
             count, tally = len(segment.tokens), None
-            if segment.sampling.shaping is not None:
+            if segment.want and segment.sampling.shaping is not None:
                 tally = Tally(segment, histories[index] if histories else ())
             for offset in range(count - segment.want, count):
                 wanted.append((at + offset, segment.start + offset + 1, segment.sampling, tally))

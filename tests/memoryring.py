@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from coord.actions import Action, Admitted, Failed, Finished, Send, Tokens
@@ -23,6 +23,7 @@ from transport.config import Limits
 from transport.config import Ring as RingSpec
 from transport.config import Stage as StageSpec
 from transport.frame import (
+    GREEDY,
     Cancel,
     Copy,
     Envelope,
@@ -80,22 +81,36 @@ def ring_spec(name: str, stages: int, total: int = LAYERS) -> RingSpec:
     )
 
 
-def serial(prompt: Sequence[int], count: int, stops: Sequence[int] = ()) -> tuple[int, ...]:
-    """The truth: one model, one slot, one token at a time."""
+def serial(
+    prompt: Sequence[int],
+    count: int,
+    stops: Sequence[int] = (),
+    sampling: Sampling = GREEDY,
+    *,
+    beyond: bool = False,
+) -> tuple[int, ...]:
+    """The truth: one model, one slot, one token at a time. beyond: go on behind a stop token."""
     model = toy((0, LAYERS), slots=1)
     tokens = list(prompt)
     out: list[int] = []
     at = 0
+    shaping = sampling.shaping
+    since = None
+    if shaping is not None:
+        ends = tuple(stops) if shaping.min_tokens else ()
+        shaping = replace(shaping, prompt=len(prompt), ends=ends)
+        sampling, since = replace(sampling, shaping=shaping), shaping.since
     while len(out) < count:
         segment = Segment(
-            1, 0, at, tuple(tokens[at : at + 1]), Kind.VERIFY, b"\0" * 16, 1, Sampling()
+            1, 0, at, tuple(tokens[at : at + 1]), Kind.VERIFY, b"\0" * 16, 1, sampling
         )
-        picked = model.forward([segment], None).results[0].tokens[0]
+        before = () if since is None else tuple(tokens[since:at])
+        picked = model.forward([segment], None, [before]).results[0].tokens[0]
         at += 1
         if at == len(tokens):
             out.append(picked)
             tokens.append(picked)
-            if picked in stops:
+            if picked in stops and not beyond:
                 break
     return tuple(out)
 
@@ -195,10 +210,11 @@ class MemoryRing:
         *,
         reuse: bool = True,
         salt: bytes = b"",
+        sampling: Sampling = GREEDY,
     ) -> int:
         self._turn += 1
         self.replies[self._turn] = Reply()
-        self.tell(Submit(self._turn, tuple(prompt), budget, tuple(stops), Sampling(), salt, reuse))
+        self.tell(Submit(self._turn, tuple(prompt), budget, tuple(stops), sampling, salt, reuse))
         return self._turn
 
     def ask(self, prompt: Sequence[int], budget: int, **options: object) -> Reply:

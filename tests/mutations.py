@@ -438,7 +438,7 @@ def _(patcher: pytest.MonkeyPatch) -> None:
 
 @mutation("kept segments get the wrong activations", "lies")
 def _(patcher: pytest.MonkeyPatch) -> None:
-    def packed(run: Run, rows: tuple[tuple[int, int], ...] | None) -> Forward:
+    def packed(run: Run, rows: tuple[tuple[int, int], ...] | None, _: object) -> Forward:
         if rows is None:
             return Forward(run, None)
         at, out = 0, []

@@ -25,6 +25,7 @@ def plans(trouble: str) -> st.SearchStrategy[Plan]:
         park=st.sampled_from((0, 800, 2000, 20000)),
         rows=st.sampled_from((1, 4, 8, 64)),
         trouble=st.just(trouble),
+        sampled=st.booleans(),
     )
 
 
@@ -34,6 +35,7 @@ RANDOMLY = settings(max_examples=50, deadline=None, suppress_health_check=list(H
 @RANDOMLY
 @given(plans("none"))
 @example(Plan(0, park=8000))
+@example(Plan(0, park=8000, sampled=True))
 def test_any_interleaving_gives_the_serial_tokens(plan: Plan) -> None:
     """Without trouble the ledger never claims what a stage refuses."""
     visit(plan)
@@ -42,6 +44,7 @@ def test_any_interleaving_gives_the_serial_tokens(plan: Plan) -> None:
 @RANDOMLY
 @given(plans("restarts"))
 @example(Plan(1, park=8000, trouble="restarts"))
+@example(Plan(1, park=8000, trouble="restarts", sampled=True))
 def test_restarted_stages_cost_no_token(plan: Plan) -> None:
     """CASES 28, 29, 32: a lost stage's turns resume at their committed length, same total."""
     visit(plan)

@@ -14,8 +14,9 @@ import pytest
 import coord.admission
 import coord.ledger
 from tests.memoryring import VOCABULARY, MemoryRing, limits, serial
+from tests.samplings import draw_sampling
 from transport.chain import Chain
-from transport.frame import Copy, Frame
+from transport.frame import GREEDY, Copy, Frame, Sampling
 
 COMMON = [7] * 30 + list(range(10, 30))  # a shared system prompt, repetitive at first
 SALTS = (b"", b"", b"", b"tenant")
@@ -27,7 +28,8 @@ class Plan:
 
     rows: from how many rows on a prefix is worth a copy, or a place in the park. trouble: "none";
     "restarts" of stages, with stale answers repeated; "gaps": frames lost on links; "lies": the
-    ledger claims what is not there, and stages lose rows.
+    ledger claims what is not there, and stages lose rows. sampled: turns sample, with penalties,
+    biases and filters of all kinds; else they are greedy.
     """
 
     seed: int
@@ -38,6 +40,7 @@ class Plan:
     park: int = 0
     rows: int = 4
     trouble: str = "none"
+    sampled: bool = False
 
 
 @dataclass
@@ -85,6 +88,7 @@ class World:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.random = Random(plan.seed)
+        self.samplings = Random(plan.seed)  # its own: the schedule is the greedy world's
         bounds = limits(
             slots=plan.slots,
             chunk_tokens=plan.chunk,
@@ -128,7 +132,11 @@ class World:
         client.prompt = tuple(client.history)
         client.budget = draw.randrange(1, 60 if draw.random() < 0.2 else 12)
         client.stops = (draw.randrange(VOCABULARY),) if draw.random() < 0.3 else ()
-        further = serial(client.prompt, client.budget + 4)  # drafts may go on where the turn ends
+        sampling = self.sampling()
+        if sampling.shaping is not None and client.stops:
+            client.stops += tuple(self.samplings.choices(range(VOCABULARY), k=9))
+        # drafts may go on where the turn ends
+        further = serial(client.prompt, client.budget + 4, client.stops, sampling, beyond=True)
         ends = [at for at, token in enumerate(further) if token in client.stops]
         client.truth = further[: min([client.budget, *(at + 1 for at in ends)])]
         self.truths[client.prompt] = further
@@ -138,8 +146,16 @@ class World:
             self.lie(client)
         reuse = draw.random() < 0.9
         client.turn = self.ring.submit(
-            client.prompt, client.budget, client.stops, reuse=reuse, salt=client.salt
+            client.prompt,
+            client.budget,
+            client.stops,
+            reuse=reuse,
+            salt=client.salt,
+            sampling=sampling,
         )
+
+    def sampling(self) -> Sampling:
+        return draw_sampling(self.samplings, VOCABULARY) if self.plan.sampled else GREEDY
 
     def listen(self, client: Client) -> None:
         assert client.turn is not None
