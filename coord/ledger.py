@@ -189,9 +189,8 @@ class Ledger:
             best, donors = longest(self._chains(parked=wanted.restore), packed, wanted.root)
         here = [index for index in donors if index in free]
         for index in here:
-            slot = self.slots[index]
-            if slot.resident <= best + 1 or (wanted.hint and slot.hint == wanted.hint):
-                return Placement(index, best)  # an extension, or the session's own old branch
+            if self.slots[index].resident <= best + 1:
+                return Placement(index, best)  # an extension
         source = donors[0] if donors and best >= FORK_ROWS else None
         victims = [i for i in free if i != source and not self._kept(i, now)]
         victim, loss = self._cheapest(victims, now)
@@ -199,7 +198,7 @@ class Ledger:
             # its first rows are the wanted ones: nothing to copy
             return Placement(victim, best, loss=loss)
         tails = [
-            ((self.slots[index].resident - best) * self.slots[index].weight(now), index)
+            (self._tail(index, best, wanted.hint, now), index)
             for index in here
             if victim is None or not self._kept(index, now)
         ]
@@ -212,6 +211,12 @@ class Ledger:
         park, dropped = self._parking(victim, source, now) if wanted.restore else (None, ())
         loss = 0.0 if park is not None else loss
         return Placement(victim, matched, source, park, dropped, loss)
+
+    def _tail(self, index: int, length: int, hint: str, now: float) -> float:
+        """What a slot's rows from `length` on are worth; a session's own old branch, less."""
+        slot = self.slots[index]
+        worth = (slot.resident - length) * slot.weight(now)
+        return worth * UNPROVEN if hint and slot.hint == hint else worth
 
     def _kept(self, index: int, now: float) -> bool:
         slot = self.slots[index]
