@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from coord.actions import Failed, Finished, Send, Tokens
 from coord.draft import Drafter
+from coord.ring import Ring as RingView
 from coord.scheduler import Scheduler
 from transport.config import Limits, Ring, Stage
 from transport.frame import (
@@ -94,7 +95,7 @@ class VirtualRing:
         self._settle(lambda: self.scheduler.rings["r"].phase.value == "ready")
 
     @property
-    def ring(self):  # noqa: ANN201
+    def ring(self) -> RingView:
         """The coordinator's view of the ring."""
         return self.scheduler.rings["r"]
 

@@ -14,7 +14,7 @@ from dataclasses import fields
 import structlog
 
 from coord.actions import Action, Admitted, Failed, Finished, Send, Tokens, TurnError
-from coord.draft import LookupDrafter
+from coord.draft import MAX_DEPTH, MAX_DRAFT, Bounds, LookupDrafter
 from coord.gateway import Limits as Served
 from coord.ring import Phase
 from coord.scheduler import Scheduler
@@ -74,6 +74,11 @@ class Coordinator:
             vocabulary=vocabulary,
             drafter=LookupDrafter if config.coordinator.drafter == "lookup" else None,
         )
+        depth, tokens = config.coordinator.draft_depth, config.coordinator.draft_tokens
+        for ring in self.scheduler.rings.values():
+            ring.bounds = Bounds(
+                MAX_DRAFT if tokens is None else tokens, MAX_DEPTH if depth is None else depth
+            )
         self._incarnation = incarnation
         self._recorder = recorder
         self._log = structlog.get_logger()

@@ -114,17 +114,31 @@ def test_up_passes_every_option(up: FakeUp) -> None:
         "slots": 4,
         "max_model_len": None,
         "dtype": "bfloat16",
+        "drafter": "lookup",
         "http": "127.0.0.1:8000",
         "served_model_name": None,
         "api_key": None,
         "record": None,
         "record_payloads": "none",
+        "delay_ms": 0.0,
+        "jitter_ms": 0.0,
+        "mbit": 0.0,
+        "draft_depth": None,
+        "draft_tokens": None,
     }
     assert up.calls == [("up", defaults)]
     given = "up --model toy --stages 2 --slots 5 --max-model-len 512 --dtype float32 --http [::1]:0"
     more = "--served-model-name m --api-key k --record logs --record-payloads digest"
-    assert cli.run([*given.split(), *more.split()]) == 7
+    links = "--drafter off --delay-ms 20 --jitter-ms 1.5 --mbit 100 --draft-depth 2"
+    drafts = "--draft-tokens 7"
+    assert cli.run(f"{given} {more} {links} {drafts}".split()) == 7
     assert up.calls[1][1] == {
+        "drafter": "off",
+        "delay_ms": 20.0,
+        "jitter_ms": 1.5,
+        "mbit": 100.0,
+        "draft_depth": 2,
+        "draft_tokens": 7,
         "model": "toy",
         "stages": 2,
         "slots": 5,

@@ -18,7 +18,7 @@ from pipeline.daemon import Worker, run_stage
 from pipeline.model import ToyModel
 from transport.config import Config, Limits, Model, Ring, Stage
 from transport.emulate import MAX_IN_AIR, Air, Emulate, Line
-from transport.frame import Envelope, Ping, Sampling
+from transport.frame import Envelope, Frame, Ping, Sampling
 from transport.link import LinkError, PullLink, PushLink, open_pull, open_push
 
 PATIENCE_S = 10.0
@@ -121,7 +121,7 @@ def test_a_blocking_sender_never_waits_and_all_frames_fly_together(tmp_path: Pat
 
 def test_a_loop_sends_through_the_air_too(tmp_path: Path) -> None:
     async def main() -> None:
-        got: asyncio.Queue[Ping] = asyncio.Queue()
+        got: asyncio.Queue[Frame] = asyncio.Queue()
         pull = await open_pull(
             f"ipc://{tmp_path}/p", lambda frame, _: got.put_nowait(frame), link="r"
         )
