@@ -86,6 +86,7 @@ class VirtualRing:
         self.now = 0.0
         self.busy_s = [0.0] * stages
         self.frames = 0
+        self.most_in_flight = 0
         self.turns: dict[int, Script] = {}
         self._free_at = [0.0] * stages
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -138,6 +139,7 @@ class VirtualRing:
         for action in self.scheduler.handle(frame, self.now):
             if isinstance(action, Send):
                 self._fly(action.frame, 0, ())
+                self.most_in_flight = max(self.most_in_flight, len(self.ring.in_flight))
             elif isinstance(action, Tokens):
                 script = self.turns[action.turn]
                 script.first_s = self.now if script.first_s is None else script.first_s

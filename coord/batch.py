@@ -5,7 +5,7 @@ Cuts segments off turns; sends nothing and knows no slot's contents.
 
 from __future__ import annotations
 
-from coord.draft import LEAST_CHANCE, MAX_DEPTH, MAX_DRAFT, Pace, worthwhile
+from coord.draft import LEAST_SHARE, MAX_DEPTH, MAX_DRAFT, Pace, worthwhile
 from coord.ring import Ring
 from coord.turn import Phase, Turn
 from transport.config import Limits
@@ -42,7 +42,7 @@ def ahead(ring: Ring, mine: list[Turn]) -> list[Segment]:
         return []
     guessing = []
     for turn in mine:
-        deep = ring.bounds.depth(MAX_DEPTH if _chance(turn) >= LEAST_CHANCE else 1)
+        deep = ring.bounds.depth(MAX_DEPTH if _chance(turn) * ring.pipe >= LEAST_SHARE else 1)
         if 0 < turn.ahead < deep:
             guessing.append(turn)
     _speculate(ring, guessing, 0, alone=len(mine) == 1)

@@ -16,7 +16,7 @@ ROW_STEP = 8  # rows of a frame cost in steps: exact mode pads to them, and 8 co
 MAX_DRAFT = 32  # tokens of one verify segment after its first
 DECAY = 0.8  # of the acceptance counts at each verdict: about the last 5 count
 MAX_DEPTH = 16  # verify frames of one turn in flight
-LEAST_CHANCE = 0.05  # of a frame of guesses to count at all; see docs/speculation.md
+LEAST_SHARE = 0.2  # of a frame's chance to count x the ring's places: see docs/speculation.md
 
 
 @dataclass(frozen=True, slots=True)

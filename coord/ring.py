@@ -357,7 +357,8 @@ class Ring:
         if not isinstance(frame, Run):
             return 0.0
         rows = sum(len(segment.tokens) for segment in frame.segments)
-        return self.frame_s + self.row_s * max(0, rows - ROW_STEP)
+        row_s = self.row_s or self.frame_s / ROW_STEP  # the worst, until a prefill was timed
+        return self.frame_s + row_s * max(0, rows - ROW_STEP)
 
     def room(self) -> bool:
         """True when another frame may be sent."""

@@ -127,13 +127,14 @@ def prompts(classes: tuple[str, ...] | None = None) -> dict[str, list[str]]:
 
 def bodies(texts: list[str], count: int, model: str, max_tokens: int, salt: str) -> list[Json]:
     """`count` greedy requests that share no rows with those of another salt."""
-    base: Json = {"model": model, "temperature": 0, "max_tokens": max_tokens}
+    base: Json = {
+        "model": model,
+        "temperature": 0,
+        "max_tokens": max_tokens,
+        "cache_salt": salt,
+    }
     return [
-        {
-            **base,
-            "cache_salt": f"{salt} {index}",
-            "messages": [{"role": "user", "content": texts[index % len(texts)]}],
-        }
+        {**base, "messages": [{"role": "user", "content": texts[index % len(texts)]}]}
         for index in range(count)
     ]
 
@@ -164,6 +165,7 @@ def measure(plan: Plan, log: Path, progress: Progress) -> list[Cell]:
                 with watcher.look():
                     lines = ask_all(client, wanted)
                 cells.append(_cell(round_, arm, name, lines, watcher.seen))
+                progress(f"{turns} x {name}, {arm.name}: {cells[-1].tokens_per_s:.1f} tokens/s")
     return cells
 
 

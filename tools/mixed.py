@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -19,7 +20,8 @@ from tools.errors import ToolError
 from tools.load import Timeline, Watch, Watcher, ask, ask_at, ask_in_turn
 from tools.multiturn import Prose, tokens_per_word
 
-WARM_PIECES = 12  # of the neighbour's reply before the long prompt comes
+WARM_PIECES = 12  # of the neighbour's replies before the long prompt comes
+MAX_REPLIES = 200  # of the neighbour: a toy's are short
 MAX_SHARE = 0.95  # quantile that is reported beside the median
 
 
@@ -96,14 +98,41 @@ def neighbour(client: Client, plan: Plan, progress: Progress) -> Neighbour:
     model = client.first_model()
     prose = Prose(tokens_per_word(client, model))
     prose.restart(1)
-    count = max(200, plan.long_tokens // 8)
-    talk = bodies(prompts(("chat",))["chat"], 1, model, count, "neighbour")[0]
+    texts = [text for several in prompts().values() for text in several]
+    talk = bodies(texts, MAX_REPLIES, model, max(200, plan.long_tokens // 8), "neighbour")
     long: Json = {
         **bodies(["x"], 1, model, 1, "long prompt")[0],
         "messages": [{"role": "user", "content": prose.message(1, 1, plan.long_tokens)}],
     }
     warm, over = threading.Event(), threading.Event()
     lines: list[Timeline] = []
+    with ThreadPoolExecutor(1) as pool:
+        decoding = pool.submit(_decode, client, talk, lines, warm, over)
+        try:
+            warm.wait()
+            progress(f"a prompt of {plan.long_tokens} tokens beside a reply")
+            start = time.monotonic()
+            prefilled = ask(client, long)
+            end = prefilled.sent + prefilled.reply.total_s
+        finally:
+            over.set()
+        decoding.result()
+    pairs = [pair for line in lines for pair in pairwise(at for at, _ in line.pieces)]
+    during = [b - a for a, b in pairs if b > start and a < end]
+    before = [b - a for a, b in pairs if b <= start]
+    if not during or not before:
+        raise ToolError("no reply was decoded beside the long prompt: nothing to compare")
+    return Neighbour(before, during, prefilled.reply.prompt_tokens, end - start)
+
+
+def _decode(
+    client: Client,
+    talk: list[Json],
+    lines: list[Timeline],
+    warm: threading.Event,
+    over: threading.Event,
+) -> None:
+    """One reply after another until `over`; `warm` once the first have had WARM_PIECES."""
     pieces = 0
 
     def note() -> None:
@@ -112,30 +141,13 @@ def neighbour(client: Client, plan: Plan, progress: Progress) -> Neighbour:
         if pieces >= WARM_PIECES:
             warm.set()
 
-    def decode() -> None:
-        try:
-            lines.append(ask(client, talk, note))
-        finally:
-            over.set()
-            warm.set()
-
-    thread = threading.Thread(target=decode, daemon=True)
-    thread.start()
-    warm.wait()
-    progress(f"a prompt of {plan.long_tokens} tokens beside a reply")
-    start = time.monotonic()
-    prefilled = ask(client, long)
-    end = prefilled.sent + prefilled.reply.total_s
-    thread.join()
-    if not lines:
-        raise ToolError("the neighbour's request failed")
-    times = [at for at, _ in lines[0].pieces]
-    pairs = list(pairwise(times))
-    during = [b - a for a, b in pairs if b > start and a < end]
-    before = [b - a for a, b in pairs if b <= start]
-    if len(during) < 3 or not before:
-        raise ToolError("the neighbour's reply ended too early: ask for a shorter --long-tokens")
-    return Neighbour(before, during, prefilled.reply.prompt_tokens, end - start)
+    try:
+        for body in talk:
+            lines.append(ask(client, body, note))
+            if over.is_set():
+                return
+    finally:
+        warm.set()
 
 
 def _kind(plan: Plan) -> str:
