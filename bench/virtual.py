@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from coord.actions import Failed, Finished, Send, Tokens
 from coord.draft import Drafter
+from coord.ring import Ring as RingView
 from coord.scheduler import Scheduler
 from transport.config import Limits, Ring, Stage
 from transport.frame import (
@@ -85,6 +86,7 @@ class VirtualRing:
         self.now = 0.0
         self.busy_s = [0.0] * stages
         self.frames = 0
+        self.most_in_flight = 0
         self.turns: dict[int, Script] = {}
         self._free_at = [0.0] * stages
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -94,7 +96,7 @@ class VirtualRing:
         self._settle(lambda: self.scheduler.rings["r"].phase.value == "ready")
 
     @property
-    def ring(self):
+    def ring(self) -> RingView:
         """The coordinator's view of the ring."""
         return self.scheduler.rings["r"]
 
@@ -137,6 +139,7 @@ class VirtualRing:
         for action in self.scheduler.handle(frame, self.now):
             if isinstance(action, Send):
                 self._fly(action.frame, 0, ())
+                self.most_in_flight = max(self.most_in_flight, len(self.ring.in_flight))
             elif isinstance(action, Tokens):
                 script = self.turns[action.turn]
                 script.first_s = self.now if script.first_s is None else script.first_s

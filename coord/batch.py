@@ -5,7 +5,7 @@ Cuts segments off turns; sends nothing and knows no slot's contents.
 
 from __future__ import annotations
 
-from coord.draft import MAX_DRAFT, worthwhile
+from coord.draft import LEAST_SHARE, MAX_DEPTH, MAX_DRAFT, Pace, worthwhile
 from coord.ring import Ring
 from coord.turn import Phase, Turn
 from transport.config import Limits
@@ -28,24 +28,36 @@ def certain(ring: Ring, mine: list[Turn], limits: Limits) -> list[Segment]:
             prefill.append(segment)
             left -= len(segment.tokens)
     rows = len(ready) + sum(len(segment.tokens) for segment in prefill)
-    for turn in sorted(ready, key=lambda turn: -turn.acceptance.rate):
-        rows += _draft(ring, turn, rows)
+    _speculate(ring, ready, rows, alone=len(mine) == 1)
     found = [turn.next_segment(1 + MAX_DRAFT) for turn in ready]
     return [segment for segment in found if segment is not None] + prefill
 
 
 def ahead(ring: Ring, mine: list[Turn]) -> list[Segment]:
-    """A frame of guesses alone: behind a turn's frames in flight, as deep as it was right."""
-    segments: list[Segment] = []
+    """A frame of guesses alone, behind a turn's frames in flight; the likeliest turn first.
+
+    Only where the ring would be idle, and for turns whose guess has a fair chance to count.
+    """
+    if not ring.room_to_guess():
+        return []
+    guessing = []
     for turn in mine:
-        if 0 < turn.ahead < turn.acceptance.depth and _draft(ring, turn, 0):
-            segment = turn.next_segment(MAX_DRAFT)
-            if segment is not None:
-                segments.append(segment)
-    return segments
+        deep = ring.bounds.depth(MAX_DEPTH if _chance(turn) * ring.pipe >= LEAST_SHARE else 1)
+        if 0 < turn.ahead < deep:
+            guessing.append(turn)
+    _speculate(ring, guessing, 0, alone=len(mine) == 1)
+    found = [turn.next_segment(MAX_DRAFT) for turn in guessing]
+    return [segment for segment in found if segment is not None]
 
 
-def _draft(ring: Ring, turn: Turn, rows: int) -> int:
-    latency_s = 0.0 if ring.in_flight else ring.round_s
-    rate = turn.acceptance.rate
-    return turn.speculate(worthwhile(rate, rows, ring.frame_s, ring.row_s, latency_s))
+def _speculate(ring: Ring, turns: list[Turn], rows: int, *, alone: bool) -> None:
+    """Append the drafts that pay to the turns' chains."""
+    pace = Pace(ring.frame_s, ring.row_s, ring.link_s, len(ring.spec.stages))
+    judged = [(turn.acceptance, turn.pending) for turn in turns]
+    for turn, count in zip(turns, worthwhile(judged, rows, pace, alone=alone), strict=True):
+        turn.speculate(ring.bounds.tokens(count))
+
+
+def _chance(turn: Turn) -> float:
+    """That the turn's next draft will count."""
+    return turn.acceptance.chance(turn.pending + 1)

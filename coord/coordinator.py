@@ -9,26 +9,25 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import fields
 from pathlib import Path
 
 import structlog
 
 from coord.actions import Action, Admitted, Failed, Finished, Send, Tokens, TurnError
-from coord.draft import LookupDrafter
+from coord.draft import MAX_DEPTH, MAX_DRAFT, Bounds, LookupDrafter
 from coord.http.engine import Limits as Served
 from coord.http.engine import Resident
 from coord.ledger import Holding
 from coord.ring import Phase, Ring
 from coord.scheduler import Scheduler
 from coord.verify import MAX_WRITTEN, Mismatch, Record, Verifier, report
+from coord.view import beat, counters, describe_ring, holdings
 from transport.config import Config
 from transport.frame import (
     Cancel,
     Envelope,
     Frame,
     FreeSlot,
-    Heartbeat,
     KeepSlot,
     Sampling,
     Submit,
@@ -93,6 +92,11 @@ class Coordinator:
             vocabulary=vocabulary,
             drafter=LookupDrafter if config.coordinator.drafter == "lookup" else None,
         )
+        depth, tokens = config.coordinator.draft_depth, config.coordinator.draft_tokens
+        for ring in self.scheduler.rings.values():
+            ring.bounds = Bounds(
+                MAX_DRAFT if tokens is None else tokens, MAX_DEPTH if depth is None else depth
+            )
         share = config.coordinator.verify_share
         self._verify = Verifier(share, self.scheduler) if share else None
         self._logs = logs
@@ -238,7 +242,7 @@ class Coordinator:
                 () if holding.chain is None else holding.chain.tokens()[:FIRST_TOKENS],
             )
             for name, ring in self.scheduler.rings.items()
-            for index, holding in _holdings(ring)
+            for index, holding in holdings(ring)
         ]
 
     def _salt(self, holding: Holding) -> bytes | None:
@@ -260,7 +264,7 @@ class Coordinator:
         """Per ring and stage: state, progress (0..1) and detail, for GET /ready."""
         return {
             name: {
-                stage.name: _beat(ring.heartbeats.get(stage.name), time.monotonic())
+                stage.name: beat(ring.heartbeats.get(stage.name), time.monotonic())
                 for stage in ring.spec.stages
             }
             for name, ring in self.scheduler.rings.items()
@@ -268,34 +272,11 @@ class Coordinator:
 
     def counters(self) -> dict[str, float]:
         """Counters and gauges for GET /metrics, by name without prefix."""
-        rings = list(self.scheduler.rings.values())
-        slots = [slot for ring in rings for slot in ring.ledger.slots]
-        rows = sum(ring.ledger.capacity * len(ring.ledger.slots) for ring in rings)
-        totals = self.scheduler.totals
-        found: dict[str, float] = {
-            "num_requests_running": self.scheduler.running(),
-            "num_requests_waiting": self.scheduler.waiting(),
-            "kv_cache_usage_perc": sum(slot.resident for slot in slots) / rows if rows else 0.0,
-            "frames_in_flight": sum(len(ring.in_flight) for ring in rings),
-            "rings_ready": sum(ring.phase is Phase.READY for ring in rings),
-            "rings_lost_total": sum(ring.stats.lost for ring in rings),
-            "stale_verdicts_total": sum(ring.stats.stale for ring in rings),
-            "rejects_total": sum(ring.stats.refused for ring in rings),
-        }
+        found = counters(self.scheduler)
         if self._verify is not None:
             found["verify_runs_total"] = self._verify.runs
             found["verify_mismatches_total"] = self._verify.mismatches
             found["verify_skipped_total"] = self._verify.skipped
-        for field in fields(totals):
-            found[f"{field.name}_total"] = getattr(totals, field.name)
-        found["parked_prefixes"] = sum(len(ring.ledger.parked) for ring in rings)
-        found["parked_rows"] = sum(_parked_rows(ring) for ring in rings)
-        reasons: dict[str, int] = {}
-        for ring in rings:
-            for reason, count in ring.ledger.evictions.items():
-                reasons[reason] = reasons.get(reason, 0) + count
-        for reason, count in reasons.items():
-            found[f'evictions_total{{reason="{reason}"}}'] = count
         return found
 
     def describe(self) -> dict[str, object]:
@@ -306,51 +287,7 @@ class Coordinator:
             "max_model_len": self.limits.max_model_len,
             "uptime_s": round(time.time() - self.started_at, 1),
             "turns": {"running": self.scheduler.running(), "waiting": self.scheduler.waiting()},
-            "rings": [self._describe_ring(name, now) for name in self.scheduler.rings],
-        }
-
-    def _describe_ring(self, name: str, now: float) -> dict[str, object]:
-        ring = self.scheduler.rings[name]
-        kernels = {entry.name: entry.kernel for entry in ring.entries}
-        return {
-            "name": name,
-            "state": ring.phase.value,
-            "detail": ring.detail,
-            "epoch": ring.epoch,
-            "fingerprint": ring.fingerprint.hex(),
-            "exact": ring.exact,
-            "kernel": next(iter(kernels.values()), ""),
-            "reuse": ring.reuse,
-            "frames_in_flight": len(ring.in_flight),
-            "window_frames": ring.window,
-            "hop_ms": None if ring.stats.hop_s is None else round(ring.stats.hop_s * 1e3, 3),
-            "stages": [
-                {
-                    "name": stage.name,
-                    "address": stage.address,
-                    "layers": list(stage.layers),
-                    "busy_share": ring.busy.get(stage.name),
-                    **_beat(ring.heartbeats.get(stage.name), now),
-                    "forward_s": round(ring.stats.forward_us.get(stage.name, 0) / 1e6, 3),
-                    "wait_s": round(ring.stats.wait_us.get(stage.name, 0) / 1e6, 3),
-                }
-                for stage in ring.spec.stages
-            ],
-            "slots": [
-                {**_describe_holding(index, slot, now), "capacity": ring.ledger.capacity}
-                for index, slot in enumerate(ring.ledger.slots)
-            ],
-            "parked": [
-                _describe_holding(index, parked, now)
-                for index, parked in ring.ledger.parked.items()
-            ],
-            "parked_rows": _parked_rows(ring),
-            "park_limit_rows": ring.ledger.park_rows,
-            "evictions": dict(ring.ledger.evictions),
-            "rates": {  # what routing predicts with, of the slowest stage
-                "row_ms": round(ring.row_s * 1e3, 4) or None,
-                "frame_ms": round(ring.frame_s * 1e3, 3) or None,
-            },
+            "rings": [describe_ring(ring, now) for ring in self.scheduler.rings.values()],
         }
 
     # ---- the core's shell ----
@@ -395,7 +332,7 @@ class Coordinator:
         self._salts[turn.chain.root] = turn.submit.salt
         if len(self._salts) > MAX_SALTS:
             rings = self.scheduler.rings.values()
-            chains = [holding.chain for ring in rings for _, holding in _holdings(ring)]
+            chains = [holding.chain for ring in rings for _, holding in holdings(ring)]
             roots = {chain.root for chain in chains if chain is not None} | {turn.chain.root}
             self._salts = {root: salt for root, salt in self._salts.items() if root in roots}
 
@@ -457,37 +394,3 @@ class Coordinator:
         write = self._verify.mismatches <= MAX_WRITTEN
         said = report(found, self._logs if write else None, header)
         self._log.error("verify_mismatch", **said)
-
-
-def _holdings(ring: Ring) -> list[tuple[int, Holding]]:
-    return [*enumerate(ring.ledger.slots), *ring.ledger.parked.items()]
-
-
-def _parked_rows(ring: Ring) -> int:
-    return sum(parked.resident for parked in ring.ledger.parked.values())
-
-
-def _describe_holding(index: int, holding: Holding, now: float) -> dict[str, object]:
-    return {
-        "slot": index,
-        "resident": holding.resident,
-        "turn": holding.turn,
-        "idle_s": None if holding.turn is not None else round(now - holding.used, 1),
-        "proven": holding.proven,
-        "kept_s": round(max(0.0, holding.keep_until - now), 1),
-        "session": holding.hint[:8] or None,
-    }
-
-
-def _beat(heard: tuple[Heartbeat, float] | None, now: float) -> dict[str, object]:
-    if heard is None:
-        return {"state": "unknown", "progress": 0.0, "detail": "not heard of", "pid": None}
-    beat, at = heard
-    return {
-        "state": beat.state.value,
-        "progress": round(beat.progress, 3),
-        "detail": beat.detail,
-        "pid": beat.pid,
-        "rss_bytes": beat.rss_bytes,
-        "heartbeat_age_s": round(now - at, 1),
-    }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heapreplace
 from typing import Protocol
 
 NGRAM = 3  # longest suffix that is looked up; then 2, then 1
@@ -15,6 +16,28 @@ ROW_STEP = 8  # rows of a frame cost in steps: exact mode pads to them, and 8 co
 MAX_DRAFT = 32  # tokens of one verify segment after its first
 DECAY = 0.8  # of the acceptance counts at each verdict: about the last 5 count
 MAX_DEPTH = 16  # verify frames of one turn in flight
+LEAST_SHARE = 0.2  # of a frame's chance to count x the ring's places: see docs/speculation.md
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What an operator allows (ring.toml), or a bench prescribes by equal bounds.
+
+    tokens: of one verify segment after its first; depth: verify frames of a turn in flight.
+    """
+
+    most_tokens: int = MAX_DRAFT
+    most_depth: int = MAX_DEPTH
+    least_tokens: int = 0
+    least_depth: int = 1
+
+    def tokens(self, wanted: int) -> int:
+        """`wanted` within the bounds."""
+        return max(self.least_tokens, min(wanted, self.most_tokens))
+
+    def depth(self, wanted: int) -> int:
+        """`wanted` within the bounds."""
+        return max(self.least_depth, min(wanted, self.most_depth))
 
 
 class Drafter(Protocol):
@@ -77,53 +100,135 @@ def accepted(proposed: Sequence[int], picked: Sequence[int]) -> int:
 
 @dataclass(slots=True)
 class Acceptance:
-    """A turn's measured chance that one more draft is right, and how deep it may speculate."""
+    """A turn's measured chances that drafts are right.
 
-    hits: float = 1.0  # begin at 1 of 2: undecided
-    trials: float = 2.0
-    depth: int = 1  # verify frames in flight: one more for each that was accepted whole
+    Two, because accepted drafts come in runs: `start` is the chance that a run begins at all (the
+    first draft after a miss), `onward` that one goes on for another draft. One rate for both would
+    either guess far ahead in a chat or too little in a quotation.
+    """
 
-    @property
-    def rate(self) -> float:
-        """In (0, 1)."""
-        return self.hits / self.trials
+    start: float = 0.5
+    onward: float = 0.7
+    running: bool = False  # the latest draft that was judged was right
+    _start: tuple[float, float] = (1.0, 2.0)  # hits and trials, decaying
+    _onward: tuple[float, float] = (1.4, 2.0)
+
+    def chance(self, count: int) -> float:
+        """That the next `count` drafts are all right, from the last known token on."""
+        first = self.onward if self.running else self.start
+        return first * self.onward ** (count - 1) if count else 1.0
+
+    def expected(self, low: int, high: int) -> float:
+        """Expected accepted drafts among the (low + 1)-th to the high-th from here on."""
+        if high <= low:
+            return 0.0
+        first, ratio = self.chance(low + 1), self.onward
+        return first * (1.0 - ratio ** (high - low)) / (1.0 - ratio)
 
     def learn(self, proposed: int, right: int) -> None:
         """`right` of `proposed` drafts were accepted; what is behind a wrong one says nothing."""
         if not proposed:
+            self.running = False
             return
         wrong = right < proposed
-        self.hits = self.hits * DECAY + right
-        self.trials = self.trials * DECAY + right + wrong
-        self.trials = max(self.trials, self.hits + 0.05)  # never certain
-        self.depth = 1 if wrong else min(self.depth + 1, MAX_DEPTH)
+        began = not self.running
+        if began:
+            self._start = _counted(self._start, float(right > 0), 1.0)
+            self.start = _rate(self._start)
+        hits = max(0, right - began)
+        trials = hits + (wrong and (right > 0 or not began))
+        if trials:
+            self._onward = _counted(self._onward, hits, trials)
+            self.onward = _rate(self._onward)
+        self.running = not wrong
 
 
-def worthwhile(rate: float, rows: int, frame_s: float, row_s: float, latency_s: float) -> int:
-    """How many draft rows to add to a frame that has `rows` certain rows.
+def _counted(old: tuple[float, float], hits: float, trials: float) -> tuple[float, float]:
+    return old[0] * DECAY + hits, old[1] * DECAY + trials
 
-    rate: chance that a draft is accepted given those before it. frame_s: a small frame in the
-    slowest stage; row_s: each further row there; latency_s: the ring's round trip, 0 when other
-    frames fill the ring meanwhile. Rows are added by steps while a step's expected tokens per
-    second beat the frame's own rate; the first step is what padding would compute anyway.
+
+def _rate(counts: tuple[float, float]) -> float:
+    return min(0.995, max(0.005, counts[0] / counts[1]))  # never certain
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What a ring's frames take, in seconds.
+
+    frame_s: a small frame in the slowest stage; row_s: each further row there; link_s: what the
+    links add to a round trip; stages: how many there are.
     """
-    free = -rows % ROW_STEP
-    best = free if rows else ROW_STEP
-    if row_s <= 0.0:
-        return min(best, MAX_DRAFT)
-    time_s = max(frame_s, latency_s, 1e-6)
-    gained = max(rows, 1) + _expected(rate, 0, best)
-    while best < MAX_DRAFT:
-        more = _expected(rate, best, best + ROW_STEP)
-        if more / (ROW_STEP * row_s) <= gained / time_s:
+
+    frame_s: float = 0.0
+    row_s: float = 0.0
+    link_s: float = 0.0
+    stages: int = 1
+
+
+def worthwhile(
+    turns: Sequence[tuple[Acceptance, int]], rows: int, pace: Pace, *, alone: bool
+) -> list[int]:
+    """How many draft rows of each turn to add to a frame that has `rows` certain rows.
+
+    turns: each one's acceptance, and its drafts in flight that must all be right before these
+    count. alone: one turn has the ring to itself, so its latency counts and not the throughput.
+    Rows come in steps; the first is what padding would compute anyway.
+    """
+    free = -rows % ROW_STEP if rows else ROW_STEP
+    if alone and pace.row_s > 0.0:
+        return [_shortest_run(acceptance.onward, free, pace) for acceptance, _ in turns]
+    return _best_rate(turns, rows, free, pace)
+
+
+def _best_rate(
+    turns: Sequence[tuple[Acceptance, int]], rows: int, step: int, pace: Pace
+) -> list[int]:
+    """The likeliest drafts of all turns, by steps, while a step beats the rest's tokens per second.
+
+    The frame's tokens per second before drafts are its certain rows over its time.
+    """
+    counts = [0] * len(turns)
+    heap = [(-each.chance(pending + 1), i) for i, (each, pending) in enumerate(turns)]
+    heapify(heap)
+    gained = float(rows)
+    time_s = pace.frame_s + pace.row_s * max(0, rows - ROW_STEP)
+    cost_s = 0.0  # the first step is free
+    while heap:
+        taken: list[int] = []
+        more = 0.0
+        while heap and len(taken) < step:
+            chance, i = heap[0]
+            taken.append(i)
+            more -= chance
+            acceptance, pending = turns[i]
+            count = counts[i] + taken.count(i)
+            if count < MAX_DRAFT:
+                heapreplace(heap, (-acceptance.chance(pending + count + 1), i))
+            else:
+                heappop(heap)
+        if cost_s and more / cost_s <= gained / time_s:
             break
-        best += ROW_STEP
+        for i in taken:
+            counts[i] += 1
+        if pace.row_s <= 0.0 or pace.frame_s <= 0.0:
+            break
         gained += more
-        time_s += ROW_STEP * row_s
-    return min(best, MAX_DRAFT)
+        time_s += cost_s
+        step, cost_s = ROW_STEP, ROW_STEP * pace.row_s
+    return counts
 
 
-def _expected(rate: float, low: int, high: int) -> float:
-    """Expected accepted drafts among the low-th to the high-th of a run (geometric)."""
-    total: float = sum(rate ** (index + 1) for index in range(low, high))
-    return total
+def _shortest_run(onward: float, free: int, pace: Pace) -> int:
+    """The length whose frames, one behind another, come soonest to the end of a run of right ones.
+
+    The first frame takes the round trip, each further one the slowest stage's time, and the frame
+    that corrects the miss waits for half a frame of guesses.
+    """
+    best, least_s = free, 0.0
+    for count in range(free, MAX_DRAFT + 1, ROW_STEP):
+        frame_s = pace.frame_s + pace.row_s * (count - free)
+        more = 1.0 / (1.0 - onward ** (count + 1)) - 1.0  # expected frames behind the first
+        took_s = pace.link_s + frame_s * (pace.stages + more + 0.5)
+        if not least_s or took_s < least_s:
+            best, least_s = count, took_s
+    return best

@@ -11,7 +11,9 @@ from enum import StrEnum
 from typing import TypeAlias
 
 from coord.counters import Stats
+from coord.draft import ROW_STEP, Bounds
 from coord.ledger import MAX_PARKED, Ledger, Placement
+from coord.rollcall import faults
 from transport.chain import Chain, root_hash
 from transport.config import Limits
 from transport.config import Ring as RingSpec
@@ -92,12 +94,13 @@ class Ring:
         self.in_flight: dict[int, InFlight] = {}
         self.heartbeats: dict[str, tuple[Heartbeat, float]] = {}
         self.stats = Stats()
+        self.bounds = Bounds()  # of drafts; set by the driver before the first frame
         self.row_s = 0.0  # seconds a row takes in the slowest stage, of prefill frames
         self.frame_s = 0.0  # seconds a small frame takes in the slowest stage
         self.copy_row_s = 0.0  # seconds a row takes from slot to slot, hops excluded
         self.park_row_s = 0.0  # and from a slot to the park or back
         self._park_tried_at = 0.0
-        self.round_s = 0.0  # seconds from sending a small frame to its verdict
+        self.link_s = 0.0  # seconds of a round trip that no stage computes: the least seen
         self.busy: dict[str, float] = {}  # share of the last heartbeat interval spent in forwards
         self._forward_us: dict[str, int] = {}
         self._vocabulary = vocabulary
@@ -189,7 +192,7 @@ class Ring:
         if self.phase is not Phase.FORMING or call.epoch != self.epoch:
             self.stats.stale += 1
             return []
-        self._fault = self._faults(call.entries) or ""
+        self._fault = faults(call.entries, self.spec, self.limits, self._vocabulary) or ""
         if self._fault:
             self.phase, self.detail = Phase.WAITING, self._fault
             return []
@@ -218,37 +221,6 @@ class Ring:
         fresh.gone, fresh.evictions = self.ledger.gone, self.ledger.evictions
         fresh.restored = self.ledger.restored
         return fresh
-
-    def _faults(self, entries: tuple[StageEntry, ...]) -> str | None:
-        expected = [stage.name for stage in self.spec.stages]
-        if [entry.name for entry in entries] != expected:
-            return f"the roll call met {[entry.name for entry in entries]}, not {expected}"
-        first = entries[0]
-        at = 0
-        for entry, stage in zip(entries, self.spec.stages, strict=True):
-            if entry.layers != tuple(stage.layers):
-                return f"stage {entry.name} runs layers {entry.layers}, not {stage.layers}"
-            if entry.layers[0] != at:
-                return f"stage {entry.name} begins at layer {entry.layers[0]}, not {at}"
-            at = entry.layers[1]
-            if entry.fingerprint != first.fingerprint or entry.layers_total != first.layers_total:
-                return (
-                    f"stages {first.name} and {entry.name} have different weights, precision or "
-                    f"kernels ({first.fingerprint.hex()[:12]} {first.kernel}, "
-                    f"{entry.fingerprint.hex()[:12]} {entry.kernel})"
-                )
-            if (entry.slots, entry.capacity) != (first.slots, first.capacity):
-                return (
-                    f"stage {first.name} has {first.slots} slots of {first.capacity} rows, "
-                    f"{entry.name} has {entry.slots} of {entry.capacity}"
-                )
-        if first.capacity < self.limits.max_model_len:
-            return f"slots of {first.capacity} rows, max_model_len {self.limits.max_model_len}"
-        if first.vocabulary < self._vocabulary:
-            return f"a model of {first.vocabulary} tokens, the tokenizer has {self._vocabulary}"
-        if at != first.layers_total:
-            return f"the last stage ends at layer {at}, the model has {first.layers_total}"
-        return None
 
     # ---- self-check: is a reused prefix worth the same as a computed one? ----
 
@@ -363,6 +335,10 @@ class Ring:
         self.in_flight[frame.seq] = InFlight(frame, now)
         return frame
 
+    def pinged(self, took_s: float) -> None:
+        """A ping came back: nothing else was in flight, so this is what the links take."""
+        self.stats.hop_s = self.link_s = took_s
+
     def settle(self, epoch: int, seq: int, kind: type[Numbered]) -> InFlight | None:
         """Take the frame that an answer belongs to; None (and counted) when there is none.
 
@@ -378,29 +354,55 @@ class Ring:
 
     @property
     def window(self) -> int:
-        """Runs that may be in flight: stages + 1 keep the stages busy, more fill slow links."""
-        stages = len(self.spec.stages)
+        """Runs that may be in flight: stages + 1 keep the stages busy, more fill slow links.
+
+        Of what is in flight: a long prompt's chunks take more time each, so fewer of them fill the
+        same link, and a decode that comes then does not queue behind the others.
+        """
         if self.limits.window_frames is not None:
             return self.limits.window_frames
-        if not self.frame_s or self.stats.hop_s is None:
-            return stages + 1
-        return min(MAX_WINDOW, stages + 1 + int(self.stats.hop_s / self.frame_s))
+        return min(MAX_WINDOW, self.pipe + 1)
+
+    @property
+    def pipe(self) -> int:
+        """Frames like those in flight that the ring holds without one waiting for another."""
+        stages = len(self.spec.stages)
+        costs = [self._cost(record.frame) for record in self.in_flight.values()]
+        cost = max(self.frame_s, sum(costs) / len(costs) if costs else 0.0)
+        return stages + int(self.link_s / cost) if cost else stages
+
+    def _cost(self, frame: Numbered) -> float:
+        """Seconds in the slowest stage."""
+        if not isinstance(frame, Run):
+            return 0.0
+        rows = sum(len(segment.tokens) for segment in frame.segments)
+        row_s = self.row_s or self.frame_s / ROW_STEP  # the worst, until a prefill was timed
+        return self.frame_s + row_s * max(0, rows - ROW_STEP)
 
     def room(self) -> bool:
         """True when another frame may be sent."""
         runs = sum(isinstance(record.frame, Run) for record in self.in_flight.values())
         return self.phase is Phase.READY and runs < self.window
 
+    def room_to_guess(self) -> bool:
+        """True when a frame of guesses would hold up nothing: the ring has an idle place."""
+        if self.limits.window_frames is not None:
+            return self.room()
+        return self.room() and len(self.in_flight) < self.pipe
+
     def timed(self, run: Run, verdict: Verdict, took_s: float) -> None:
         """Add the stages' timings up; a prefill frame also tells the ring's rate."""
         self.stats.verdicts += 1
         rows = sum(len(segment.tokens) for segment in run.segments)
-        slowest = max((timing.forward_us for timing in verdict.timings), default=0) / 1e6
+        times = [timing.forward_us / 1e6 for timing in verdict.timings]
+        slowest = max(times, default=0.0)
+        link_s = max(1e-6, took_s - sum(times))  # it may have queued: only less of it is news
+        self.link_s = min(self.link_s or link_s, link_s)
         if rows >= RATE_ROWS:
             self.row_s = _average(self.row_s, slowest / rows)
         else:
-            self.frame_s = _average(self.frame_s, slowest)
-            self.round_s = _average(self.round_s, took_s)
+            more_s = min(self.row_s * max(0, rows - ROW_STEP), slowest / 2)
+            self.frame_s = _average(self.frame_s, slowest - more_s)
         for timing in verdict.timings:
             if timing.stage not in self.heartbeats:
                 continue  # nonsense from the link must not become a counter

@@ -225,7 +225,7 @@ class Scheduler:
             case Ping():
                 record = ring.settle(frame.epoch, frame.seq, Ping)
                 if record is not None:
-                    ring.stats.hop_s = now - record.sent_at
+                    ring.pinged(now - record.sent_at)
             case Free():
                 ring.settle(frame.epoch, frame.seq, Free)
 

@@ -78,6 +78,11 @@ class Turn:
         """True when a known token waits to be sent."""
         return self.phase is Phase.RUNNING and self.sent < self.known
 
+    @property
+    def pending(self) -> int:
+        """Drafts behind the known tokens: sent, and not yet judged."""
+        return 0 if self.chain is None else len(self.chain) - self.known
+
     def packed(self) -> bytes:
         """All known token ids, packed."""
         if self.chain is None:

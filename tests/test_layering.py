@@ -34,6 +34,7 @@ CORE = (
     "coord/admission.py",
     "coord/batch.py",
     "coord/counters.py",
+    "coord/rollcall.py",
     "coord/scheduler.py",
     "coord/turn.py",
 )

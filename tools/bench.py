@@ -7,11 +7,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tools.errors import ToolError
+from tools.errors import USAGE, ToolError
 
 if TYPE_CHECKING:  # at run time only when a measurement runs: --help must stay quick
     from tools.client import Json
@@ -66,6 +67,155 @@ def multiturn(
     return _report(out, plan, server, results, floor_result)
 
 
+Delays = Annotated[str, typer.Option(metavar="MS,MS", help="Delays of every link, one way.")]
+Concurrency = Annotated[str, typer.Option(metavar="N,N", help="Turns at once.")]
+Out = Annotated[Path, typer.Option(metavar="DIR", help="For JSON, plot and log.")]
+
+
+@app.command()
+def decode(
+    *,
+    model: Annotated[
+        str, typer.Option(metavar="NAME|DIR|FILE.gguf", help="What is served.")
+    ] = "smollm2-135m",
+    stages: Annotated[int, typer.Option(min=1, help="Stages of each ring.")] = 3,
+    delay_ms: Delays = "0,20",
+    drafter: Annotated[str, typer.Option(metavar="NAME,NAME", help="Drafters.")] = "off,lookup",
+    draft_depth: Annotated[
+        str, typer.Option(metavar="N,N", help="Bounds of frames in flight per turn; 0 for none.")
+    ] = "0",
+    draft_tokens: Annotated[
+        str, typer.Option(metavar="N,N", help="Bounds of drafts per frame; - for none.")
+    ] = "-",
+    classes: Annotated[
+        str, typer.Option(metavar="NAME,NAME", help="Classes of bench/prompts.toml.")
+    ] = "quote,edit,list,chat,fact",
+    concurrency: Concurrency = "1,8",
+    max_tokens: Annotated[int, typer.Option(min=2, help="Longest reply.")] = 96,
+    rounds: Annotated[int, typer.Option(min=1, help="Medians over them.")] = 1,
+    out: Out = Path("bench/out"),
+) -> int:
+    """Tokens per second against delay, drafter, depth, concurrency. Exit code 1 if a text differs.
+
+    Each combination is an arm with a ring of its own (some 2 GB with the default model); arms take
+    turns within one run. The first arm has no delay and no drafts; all texts must be its texts.
+    """
+    from tools.decode import Plan, as_json, measure, mismatches, rows
+    from tools.decode_report import plot_rows, print_rows, write_json
+    from tools.terminal import ProgressLine
+
+    depths = tuple(int(n) or None for n in _parts("--draft-depth", draft_depth, "0123456789"))
+    plan = Plan(
+        model=model,
+        stages=stages,
+        delays_ms=tuple(float(n) for n in _parts("--delay-ms", delay_ms, "0123456789.")),
+        drafters=tuple(_parts("--drafter", drafter)),
+        depths=depths,
+        draft_tokens=tuple(
+            None if n == "-" else int(n)
+            for n in _parts("--draft-tokens", draft_tokens, "0123456789-")
+        ),
+        classes=tuple(_parts("--classes", classes)),
+        concurrency=tuple(int(n) for n in _parts("--concurrency", concurrency, "0123456789")),
+        max_tokens=max_tokens,
+        rounds=rounds,
+    )
+    line = ProgressLine(sys.stderr)
+    try:
+        cells = measure(plan, out, line.show)
+    finally:
+        line.close()
+    table = rows(cells)
+    print_rows(table, sys.stdout)
+    different = mismatches(cells)
+    body = {
+        "plan": as_json(plan),
+        "rows": [as_json(row) for row in table],
+        "mismatches": different,
+        "cells": [as_json(cell) for cell in cells],
+    }
+    write_json(out / "decode.json", body)
+    plot_rows(out / "decode.png", f"{model}: {stages} stages, {rounds} rounds", table)
+    if different:
+        raise ToolError(
+            f"{len(different)} of {len(cells)} cells have other texts than the reference, first in "
+            f"{different[0]}; see {out / 'decode.json'}"
+        )
+    return 0
+
+
+@app.command()
+def serve(
+    *,
+    url: Annotated[
+        str | None, typer.Option(metavar="URL", help="A running server [default: starts its own].")
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(metavar="KEY", help="Bearer token.")] = None,
+    model: Annotated[
+        str, typer.Option(metavar="NAME|DIR|FILE.gguf", help="Model of the own server.")
+    ] = "smollm2-135m",
+    stages: Annotated[int, typer.Option(min=1, help="Stages of the own server.")] = 3,
+    delay_ms: Annotated[float, typer.Option(min=0, help="Of its links, one way.")] = 0.0,
+    clients: Annotated[int, typer.Option(min=1, help="Clients of the closed loop.")] = 8,
+    requests: Annotated[int, typer.Option(min=1, help="Requests in all.")] = 32,
+    rate: Annotated[
+        float | None, typer.Option(min=0.01, help="Arrivals per second: an open loop instead.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Longest reply.")] = 64,
+    long_tokens: Annotated[
+        int, typer.Option(min=64, help="Of the prompt that prefills beside a reply.")
+    ] = 4000,
+    out: Out = Path("bench/out"),
+) -> int:
+    """A mixed load, and a reply's longest gap while a long prompt prefills beside it."""
+    from dataclasses import asdict
+
+    from tools import decode_report
+    from tools.client import Client
+    from tools.mixed import Plan, mixed, neighbour
+    from tools.terminal import ProgressLine
+
+    plan = Plan(clients, requests, rate, max_tokens, long_tokens)
+    line = ProgressLine(sys.stderr)
+    with contextlib.ExitStack() as stack:
+        stack.callback(line.close)
+        if url is None:
+            from tools.server import own_server
+
+            options = ["--model", model, "--stages", str(stages), "--slots", str(clients)]
+            options += ["--delay-ms", f"{delay_ms:g}"]
+            url = stack.enter_context(own_server(options, out / "server.log"))
+        client = stack.enter_context(Client(url, api_key))
+        load = mixed(client, plan, line.show)
+        beside = neighbour(client, plan, line.show)
+    pairs = {name: f"{value:,.1f}" for name, value in asdict(load).items() if _is_number(value)}
+    pairs |= {
+        "gap before the long prompt, ms": f"{median(beside.before) * 1e3:,.1f}",
+        "usual gap beside it, ms": f"{beside.usual_ms:,.1f}",
+        "longest gap beside it, ms": f"{beside.longest_ms:,.1f}",
+        "longest against usual": f"{beside.ratio:.2f}",
+        "its prefill, s": f"{beside.prefill_s:,.2f}",
+    }
+    decode_report.print_pairs("mixed load, and a long prompt beside a reply", pairs, sys.stdout)
+    body = {"plan": asdict(plan), "mixed": asdict(load), "neighbour": asdict(beside)}
+    decode_report.write_json(out / "serve.json", body)
+    gaps = {"before": beside.before, "while the long prompt prefills": beside.during}
+    decode_report.plot_gaps(out / "serve.png", "gaps of one reply", gaps)
+    return 0
+
+
+def _parts(option: str, text: str, characters: str = "") -> list[str]:
+    """The values of a comma-separated option. Raises ToolError with its name."""
+    found = [part.strip() for part in text.split(",") if part.strip()]
+    if not found or any(characters and set(part) - set(characters) for part in found):
+        raise ToolError(f"{option} {text}: must be values separated by commas", code=USAGE)
+    return found
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float)
+
+
 def _measure(url: str, api_key: str | None, plan: Plan) -> tuple[Json, list[Measurement]]:
     from tools.chat import wait_ready
     from tools.client import Client, ServerError
@@ -87,8 +237,6 @@ def _measure(url: str, api_key: str | None, plan: Plan) -> tuple[Json, list[Meas
 
 def _floor(model: str, results: list[Measurement]) -> Json:
     """Time the median follow-up's suffix in one process, with bench/floor.py."""
-    from statistics import median
-
     from tools.multiturn import CACHED
 
     turns = [r for r in results if r.arm == CACHED and r.turn > 1 and r.prefilled_tokens]

@@ -140,8 +140,9 @@ class Client:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         timeout = httpx.Timeout(SILENCE_S, connect=CONNECT_S)
         # A proxy named in the environment has no business between us and a ring on this network.
+        many = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         self._http = httpx.Client(
-            base_url=self.url, headers=headers, timeout=timeout, trust_env=False
+            base_url=self.url, headers=headers, timeout=timeout, trust_env=False, limits=many
         )
 
     def __enter__(self) -> Self:
@@ -191,6 +192,14 @@ class Client:
         with self._failures():
             answer = self._http.get(path)
         return self._object(answer)
+
+    def text(self, path: str) -> str:
+        """GET a page of plain text."""
+        with self._failures():
+            answer = self._http.get(path)
+        if answer.status_code != 200:
+            raise _error(answer.status_code, _json(answer), answer.text)
+        return answer.text
 
     def post(self, path: str, body: Json) -> Json:
         """POST a JSON object, get one back."""

@@ -1,0 +1,44 @@
+"""Owns the judgement of a roll call: whether the stages make one whole, equal ring."""
+
+from __future__ import annotations
+
+from transport.config import Limits, Ring
+from transport.frame import StageEntry
+
+
+def faults(
+    entries: tuple[StageEntry, ...], ring: Ring, limits: Limits, vocabulary: int
+) -> str | None:
+    """Why these stages are no ring, in words that name them; None when they are one.
+
+    entries: in the order in which the roll call met them. vocabulary: ids the tokenizer may give.
+    """
+    expected = [stage.name for stage in ring.stages]
+    if [entry.name for entry in entries] != expected:
+        return f"the roll call met {[entry.name for entry in entries]}, not {expected}"
+    first = entries[0]
+    at = 0
+    for entry, stage in zip(entries, ring.stages, strict=True):
+        if entry.layers != tuple(stage.layers):
+            return f"stage {entry.name} runs layers {entry.layers}, not {stage.layers}"
+        if entry.layers[0] != at:
+            return f"stage {entry.name} begins at layer {entry.layers[0]}, not {at}"
+        at = entry.layers[1]
+        if entry.fingerprint != first.fingerprint or entry.layers_total != first.layers_total:
+            return (
+                f"stages {first.name} and {entry.name} have different weights, precision or "
+                f"kernels ({first.fingerprint.hex()[:12]} {first.kernel}, "
+                f"{entry.fingerprint.hex()[:12]} {entry.kernel})"
+            )
+        if (entry.slots, entry.capacity) != (first.slots, first.capacity):
+            return (
+                f"stage {first.name} has {first.slots} slots of {first.capacity} rows, "
+                f"{entry.name} has {entry.slots} of {entry.capacity}"
+            )
+    if first.capacity < limits.max_model_len:
+        return f"slots of {first.capacity} rows, max_model_len {limits.max_model_len}"
+    if first.vocabulary < vocabulary:
+        return f"a model of {first.vocabulary} tokens, the tokenizer has {vocabulary}"
+    if at != first.layers_total:
+        return f"the last stage ends at layer {at}, the model has {first.layers_total}"
+    return None

@@ -1,0 +1,122 @@
+"""Owns how the scheduler looks from outside: metrics by name, rings and slots as JSON values.
+
+Reads only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from coord.ledger import Holding
+from coord.ring import Phase, Ring
+from coord.scheduler import Scheduler
+from transport.frame import Heartbeat
+
+
+def counters(scheduler: Scheduler) -> dict[str, float]:
+    """Counters and gauges for GET /metrics, by name without prefix."""
+    rings = list(scheduler.rings.values())
+    slots = [slot for ring in rings for slot in ring.ledger.slots]
+    rows = sum(ring.ledger.capacity * len(ring.ledger.slots) for ring in rings)
+    totals = scheduler.totals
+    found: dict[str, float] = {
+        "num_requests_running": scheduler.running(),
+        "num_requests_waiting": scheduler.waiting(),
+        "kv_cache_usage_perc": sum(slot.resident for slot in slots) / rows if rows else 0.0,
+        "frames_in_flight": sum(len(ring.in_flight) for ring in rings),
+        "rings_ready": sum(ring.phase is Phase.READY for ring in rings),
+        "rings_lost_total": sum(ring.stats.lost for ring in rings),
+        "stale_verdicts_total": sum(ring.stats.stale for ring in rings),
+        "rejects_total": sum(ring.stats.refused for ring in rings),
+    }
+    for field in fields(totals):
+        found[f"{field.name}_total"] = getattr(totals, field.name)
+    found["parked_prefixes"] = sum(len(ring.ledger.parked) for ring in rings)
+    found["parked_rows"] = sum(_parked_rows(ring) for ring in rings)
+    reasons: dict[str, int] = {}
+    for ring in rings:
+        for reason, count in ring.ledger.evictions.items():
+            reasons[reason] = reasons.get(reason, 0) + count
+    for reason, count in reasons.items():
+        found[f'evictions_total{{reason="{reason}"}}'] = count
+    return found
+
+
+def describe_ring(ring: Ring, now: float) -> dict[str, object]:
+    """One ring of GET /ring; now: seconds on the scheduler's clock."""
+    kernels = {entry.name: entry.kernel for entry in ring.entries}
+    return {
+        "name": ring.name,
+        "state": ring.phase.value,
+        "detail": ring.detail,
+        "epoch": ring.epoch,
+        "fingerprint": ring.fingerprint.hex(),
+        "exact": ring.exact,
+        "kernel": next(iter(kernels.values()), ""),
+        "reuse": ring.reuse,
+        "frames_in_flight": len(ring.in_flight),
+        "window_frames": ring.window,
+        "hop_ms": None if ring.stats.hop_s is None else round(ring.stats.hop_s * 1e3, 3),
+        "stages": [
+            {
+                "name": stage.name,
+                "address": stage.address,
+                "layers": list(stage.layers),
+                "busy_share": ring.busy.get(stage.name),
+                **beat(ring.heartbeats.get(stage.name), now),
+                "forward_s": round(ring.stats.forward_us.get(stage.name, 0) / 1e6, 3),
+                "wait_s": round(ring.stats.wait_us.get(stage.name, 0) / 1e6, 3),
+            }
+            for stage in ring.spec.stages
+        ],
+        "slots": [
+            {**_describe_holding(index, slot, now), "capacity": ring.ledger.capacity}
+            for index, slot in enumerate(ring.ledger.slots)
+        ],
+        "parked": [
+            _describe_holding(index, parked, now) for index, parked in ring.ledger.parked.items()
+        ],
+        "parked_rows": _parked_rows(ring),
+        "park_limit_rows": ring.ledger.park_rows,
+        "evictions": dict(ring.ledger.evictions),
+        "rates": {  # what routing predicts with, of the slowest stage
+            "row_ms": round(ring.row_s * 1e3, 4) or None,
+            "frame_ms": round(ring.frame_s * 1e3, 3) or None,
+        },
+    }
+
+
+def holdings(ring: Ring) -> list[tuple[int, Holding]]:
+    """Slots and parked prefixes with their numbers."""
+    return [*enumerate(ring.ledger.slots), *ring.ledger.parked.items()]
+
+
+def _parked_rows(ring: Ring) -> int:
+    return sum(parked.resident for parked in ring.ledger.parked.values())
+
+
+def _describe_holding(index: int, holding: Holding, now: float) -> dict[str, object]:
+    return {
+        "slot": index,
+        "resident": holding.resident,
+        "turn": holding.turn,
+        "idle_s": None if holding.turn is not None else round(now - holding.used, 1),
+        "proven": holding.proven,
+        "kept_s": round(max(0.0, holding.keep_until - now), 1),
+        "session": holding.hint[:8] or None,
+    }
+
+
+def beat(heard: tuple[Heartbeat, float] | None, now: float) -> dict[str, object]:
+    """What a stage last said of itself, and how long ago."""
+    if heard is None:
+        return {"state": "unknown", "progress": 0.0, "detail": "not heard of", "pid": None}
+    said, at = heard
+    return {
+        "state": said.state.value,
+        "progress": round(said.progress, 3),
+        "detail": said.detail,
+        "pid": said.pid,
+        "rss_bytes": said.rss_bytes,
+        "heartbeat_age_s": round(now - at, 1),
+    }
