@@ -1,0 +1,1 @@
+"""Measurements: each file is a program, `python -m bench.NAME`; see bench/README.md."""

@@ -35,6 +35,7 @@ def reference_model(source: Source) -> Any:
     state = {tensor: source.read(tensor, torch.float32) for tensor in names}
     model.load_state_dict(state, assign=True)
     model.model.rotary_emb = source.family.rotary(config)  # its buffers are not in a checkpoint
+    model.generation_config.eos_token_id = None  # both sides run to the full length
     return model.eval()
 
 
@@ -87,7 +88,6 @@ def main() -> int:
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=options.tokens,
-            min_new_tokens=options.tokens,
             pad_token_id=0,
             do_sample=False,
             output_logits=True,

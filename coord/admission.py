@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from coord.ledger import FORK_ROWS, Placement, Wanted
+from coord.ledger import FORK_ROWS, Miss, Placement, Wanted
 from coord.ring import Phase as RingPhase
 from coord.ring import Ring
 from coord.turn import Phase, Turn
 from transport.chain import root_hash
+
+WORK = 0.5  # of a second that a ring computes, next to one that a client waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,32 +29,63 @@ class Choice:
 def choose(
     turn: Turn, turns: Mapping[int, Turn], rings: Mapping[str, Ring], now: float
 ) -> Choice | None:
-    """The ring and slot with the least predicted time to the first token; None: no slot is free.
+    """The ring and slot with the least predicted cost; None: no slot is free.
 
-    The time is that of the rows ahead in the ring's queue and of the turn's own suffix at the
-    measured rate, and a small frame for each turn that is there. Before anything was measured all
-    rings count the same: rows decide. So affinity is strong, and load overrides it.
+    The cost is the predicted time to the first token (the rows ahead in the ring's queue and the
+    turn's own suffix at the measured rate, the copy, and a small frame for each turn that is there)
+    and a share of the work, because rows that are computed twice delay others, now or when what is
+    given up for the turn returns. Before anything was
+    measured all rings count the same: rows decide. So affinity is strong, and load overrides it.
     """
+    ready = [each for each in rings.values() if each.phase is RingPhase.READY]
+    ready = [ring for ring in ready if any(slot.turn is None for slot in ring.ledger.slots)]
+    if not ready:
+        return None  # before anything is packed or compared: a full queue asks at every frame
     packed, submit = turn.packed(), turn.submit
     measured = [ring.row_s for ring in rings.values() if ring.row_s]
     usual = sum(measured) / len(measured) if measured else 1.0
     best: tuple[float, Choice] | None = None
-    for ring in rings.values():
-        if ring.phase is not RingPhase.READY:
-            continue
+    for ring in ready:
         root = root_hash(ring.fingerprint, submit.salt)
         reuse = submit.reuse and ring.reuse
-        wanted = Wanted(packed, root, turn.known - 1, reuse, submit.hint)
+        restore = ring.restore_pays(now)
+        wanted = Wanted(packed, root, turn.known - 1, reuse, submit.hint, restore)
         placement = ring.ledger.place(wanted, now)
         if placement is None:
             continue
+        choice = Choice(ring, wanted, placement)
         there = [other for other in turns.values() if other.ring == ring.name]
-        ahead = sum(max(0, other.known - other.sent) for other in there)
-        rows = ahead + turn.known - placement.matched
-        predicted = rows * (ring.row_s or usual) + len(there) * (ring.frame_s or usual)
-        if best is None or predicted < best[0]:
-            best = predicted, Choice(ring, wanted, placement)
+        ahead = sum(max(0, other.known - other.sent) for other in there) + ring.rows_in_flight()
+        led = leader(turn, turns, choice)
+        matched = placement.matched if led is None else led[1]
+        row_s = ring.row_s or usual
+        own = turn.known - matched
+        work = WORK * (own + placement.loss)
+        cost = (ahead + own + work) * row_s + len(there) * (ring.frame_s or usual)
+        cost += ring.copy_time(placement)
+        if best is None or cost < best[0]:
+            best = cost, choice
     return None if best is None else best[1]
+
+
+def explain(choice: Choice, rings: Mapping[str, Ring]) -> Miss | None:
+    """Why reuse ends where it does; call it before the placement is carried out.
+
+    Another ring may know better: there the prompt is resident (and the ring busy), or was lost.
+    """
+    wanted, matched = choice.wanted, choice.placement.matched
+    miss = choice.ring.ledger.explain(wanted, matched)
+    if miss is None or miss.reason not in ("new", "edited"):
+        return miss
+    for ring in rings.values():
+        if ring is choice.ring or ring.fingerprint != choice.ring.fingerprint:
+            continue
+        if ring.ledger.longest(wanted) > matched:
+            return Miss(matched, "busy ring")
+        length, reason, _ = ring.ledger.gone.longest(wanted)
+        if length > matched:
+            return Miss(matched, reason)
+    return miss
 
 
 def leader(turn: Turn, turns: Mapping[int, Turn], choice: Choice) -> tuple[int, int] | None:

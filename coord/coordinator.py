@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import fields
+from pathlib import Path
 
 import structlog
 
@@ -20,6 +21,7 @@ from coord.http.engine import Resident
 from coord.ledger import Holding
 from coord.ring import Phase, Ring
 from coord.scheduler import Scheduler
+from coord.verify import MAX_WRITTEN, Mismatch, Record, Verifier, report
 from transport.config import Config
 from transport.frame import (
     Cancel,
@@ -32,7 +34,7 @@ from transport.frame import (
     Submit,
     Tick,
 )
-from transport.framelog import Direction
+from transport.framelog import Direction, LogHeader
 from transport.link import AsyncPull, AsyncPush, LinkError, open_pull, open_push
 from transport.recorder import Recorder
 
@@ -76,7 +78,9 @@ class Coordinator:
         incarnation: int,
         vocabulary: int,
         recorder: Recorder | None = None,
+        logs: Path = Path("logs"),
     ) -> None:
+        """logs: where verify mode writes the frames of turns that differ."""
         self.config = config
         self.limits = Served(config.limits.max_model_len, (config.model.name,))
         self.started_at = time.time()
@@ -89,6 +93,9 @@ class Coordinator:
             vocabulary=vocabulary,
             drafter=LookupDrafter if config.coordinator.drafter == "lookup" else None,
         )
+        share = config.coordinator.verify_share
+        self._verify = Verifier(share, self.scheduler) if share else None
+        self._logs = logs
         self._incarnation = incarnation
         self._recorder = recorder
         self._log = structlog.get_logger()
@@ -119,6 +126,7 @@ class Coordinator:
                     sender=f"{ring.name}/coordinator",
                     incarnation=self._incarnation,
                     max_bytes=self.config.limits.max_frame_bytes,
+                    emulate=self.config.emulate,
                 )
         except LinkError:
             await self.close()
@@ -165,6 +173,9 @@ class Coordinator:
         keep_s: float = 0.0,
     ) -> TurnStream:
         """Start a turn. Raises TurnError when it is refused at once."""
+        interrupt = self._verify.interrupt() if self._verify else None
+        if interrupt is not None:
+            self._step(interrupt)
         self._last_turn += 1
         turn = self._last_turn
         stream = self._streams[turn] = TurnStream(self, turn)
@@ -271,6 +282,10 @@ class Coordinator:
             "stale_verdicts_total": sum(ring.stats.stale for ring in rings),
             "rejects_total": sum(ring.stats.refused for ring in rings),
         }
+        if self._verify is not None:
+            found["verify_runs_total"] = self._verify.runs
+            found["verify_mismatches_total"] = self._verify.mismatches
+            found["verify_skipped_total"] = self._verify.skipped
         for field in fields(totals):
             found[f"{field.name}_total"] = getattr(totals, field.name)
         found["parked_prefixes"] = sum(len(ring.ledger.parked) for ring in rings)
@@ -350,12 +365,14 @@ class Coordinator:
         envelope: Envelope | None = None,
     ) -> list[Action]:
         now_ns = time.monotonic_ns()
-        if self._recorder is not None:
-            link = envelope.sender if envelope is not None else "coordinator"
-            self._recorder.record(now_ns, time.time_ns(), direction, link, frame, envelope=envelope)
+        link = envelope.sender if envelope is not None else "coordinator"
+        self._record(Record(now_ns, time.time_ns(), direction, link, frame, envelope))
         actions = self.scheduler.handle(frame, now_ns / 1e9)
         for action in actions:
             self._perform(action)
+            found = self._verify.heard(action, now_ns / 1e9) if self._verify else None
+            if found is not None:
+                self._report(found)
         self._note_phases()
         self._set_timer(now_ns / 1e9)
         return actions
@@ -392,11 +409,20 @@ class Coordinator:
         except LinkError as error:  # the frame's timeout will call the roll
             self._log.warning("frame_not_sent", ring=frame.ring, error=str(error))
             return
+        now_ns, wall_ns = time.monotonic_ns(), time.time_ns()
+        self._record(Record(now_ns, wall_ns, Direction.OUT, frame.ring, frame, envelope))
+
+    def _record(self, record: Record) -> None:
+        if self._verify is not None:
+            self._verify.record(record)
         if self._recorder is not None:
-            now_ns = time.monotonic_ns()
-            link = frame.ring
             self._recorder.record(
-                now_ns, time.time_ns(), Direction.OUT, link, frame, envelope=envelope
+                record.mono_ns,
+                record.wall_ns,
+                record.direction,
+                record.link,
+                record.frame,
+                envelope=record.envelope,
             )
 
     def _note_phases(self) -> None:
@@ -410,10 +436,27 @@ class Coordinator:
     def _set_timer(self, now: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        deadline = self.scheduler.deadline()
-        if deadline is not None:
+        verify = self._verify.deadline() if self._verify else None
+        deadlines = [at for at in (self.scheduler.deadline(), verify) if at is not None]
+        if deadlines:
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(max(0.0, deadline - now), self._step, Tick())
+            self._timer = loop.call_later(max(0.0, min(deadlines) - now), self._tick)
+
+    def _tick(self) -> None:
+        self._step(Tick())
+        if self._verify is not None:
+            submit = self._verify.next(self._last_turn + 1, time.monotonic())
+            if submit is not None:
+                self._last_turn += 1
+                self._step(submit)
+
+    def _report(self, found: Mismatch) -> None:
+        """Warm and cold differ: say so, and write both turns' frames down."""
+        assert self._verify is not None
+        header = LogHeader("coordinator", "verify", self._incarnation, "", time.time_ns())
+        write = self._verify.mismatches <= MAX_WRITTEN
+        said = report(found, self._logs if write else None, header)
+        self._log.error("verify_mismatch", **said)
 
 
 def _holdings(ring: Ring) -> list[tuple[int, Holding]]:

@@ -103,7 +103,7 @@ class _Gateway:
         # by tenant and id, then by choice; bounded by the engine's queue
         self._replies: dict[tuple[bytes, str], dict[int, Reply]] = {}
         self._history = History()
-        self._salts: OrderedDict[str, bytes] = OrderedDict()  # session hint -> its last salt
+        self._salts: OrderedDict[str, bytes] = OrderedDict()  # a session's hint -> its last salt
 
     # ---- completions ----
 
@@ -193,7 +193,8 @@ class _Gateway:
         stops = {*wanted.stop_token_ids, *(() if wanted.ignore_eos else self._tokenizer.stops)}
         tenant = _caller(request).tenant
         salt, chat = derive_salt(tenant, wanted.cache_salt), isinstance(wanted, ChatRequest)
-        hint = derive_hint(tenant, wanted.session(request.headers.get("x-session-id")))
+        session = wanted.session(request.headers.get("x-session-id"))
+        opening = wanted.opening if isinstance(wanted, ChatRequest) else ""
         common = Wanted(
             prompt=prompt,
             stops=frozenset(stops),
@@ -203,7 +204,7 @@ class _Gateway:
             seed=0,
             timeout_s=self._settings.turn_timeout_s,
             reuse=wanted.kvring.reuse,
-            other_salt=self._salt_changed(hint, salt),
+            other_salt=self._salt_changed(derive_hint(tenant, session), salt),
             min_tokens=wanted.min_tokens,
         )
         running = self._replies[tenant, reply_id] = {}
@@ -216,7 +217,7 @@ class _Gateway:
                     sampling=sampling_of(wanted, seed),
                     salt=salt,
                     reuse=wanted.kvring.reuse,
-                    hint=hint,
+                    hint=derive_hint(tenant, session, opening),
                     keep_s=wanted.kvring.keep_s,
                 )
                 running[index] = Reply(
@@ -235,12 +236,12 @@ class _Gateway:
             raise
         return Choices(list(running.values()))
 
-    def _salt_changed(self, hint: str, salt: bytes) -> bool:
+    def _salt_changed(self, session: str, salt: bytes) -> bool:
         """Note the salt of a session's request; True if its last one had another."""
-        if not hint:
+        if not session:
             return False
-        last = self._salts.pop(hint, salt)
-        self._salts[hint] = salt
+        last = self._salts.pop(session, salt)
+        self._salts[session] = salt
         if len(self._salts) > MAX_SESSIONS:
             self._salts.popitem(last=False)
         return last != salt

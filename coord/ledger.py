@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from transport.chain import Chain
+from transport.chain import TOKEN_BYTES, Chain
 
 HALF_LIFE_S = 600.0  # an idle prefix is worth half as much after this long
 UNPROVEN = 0.25  # worth of a prefix that no second turn has used: titles and other side requests
@@ -18,6 +18,7 @@ FORK_ROWS = 8  # a shorter common prefix is cheaper to prefill than to copy: 8 r
 PARK_ROWS = 64  # a shorter loss is not worth a place in the park
 GONE_TOKENS = 1 << 18  # token ids of given-up prefixes that are remembered: 5 MiB with hashes
 GONE_PREFIXES = 128  # and how many of them: a miss compares the prompt with each
+MAX_DROPPED = 32  # parked prefixes that make room for one; more would flood the ring with frees
 MAX_PARKED = 1024  # parked prefixes of one ring; each is compared at every match
 WITNESSES = 8  # candidates whose loss is computed exactly: 8 x slots comparisons, about 1 ms
 
@@ -37,6 +38,7 @@ class Holding:
     hint: str = ""
     proven: bool = False
     keep_until: float = 0.0
+    twin: tuple[int, int] | None = None  # the holding that shares most of it, and how many rows
 
     @property
     def resident(self) -> int:
@@ -52,13 +54,17 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A prompt that needs a slot. limit: at most so many rows are reused (its length - 1)."""
+    """A prompt that needs a slot. limit: at most so many rows are reused (its length - 1).
+
+    restore: copying from the park is worth while; else parked rows don't count, nor are any parked.
+    """
 
     packed: bytes
     root: bytes
     limit: int
     reuse: bool
     hint: str = ""
+    restore: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +73,7 @@ class Placement:
 
     source: copy rows [0, matched) of this holding into the slot first, because it must stay whole.
     park: copy what the slot holds to this parked id before. dropped: parked ids to free for that.
+    loss: rows that are given up for it, weighted by what they are worth.
     """
 
     slot: int
@@ -74,15 +81,16 @@ class Placement:
     source: int | None = None
     park: int | None = None
     dropped: tuple[int, ...] = ()
+    loss: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Miss:
     """Why a prompt was not reused further: from `position` on it is not resident.
 
-    reason: "new", "edited" (another text is resident there), or why a matching prefix was given up
-    ("evicted", "ttl", "request", "ring lost", "refused"). resident: up to 8 token ids that stand
-    (or stood) at position.
+    reason: "new", "edited" (another text is resident there), "reuse off", "busy ring" (resident on
+    another one), "parked" (restoring costs more than prefilling), or why a matching prefix was
+    given up (docs/residency.md). resident: up to 8 token ids that stand (or stood) at position.
     """
 
     position: int
@@ -106,12 +114,30 @@ class Gone:
 
     def longest(self, wanted: Wanted) -> tuple[int, str, Chain | None]:
         """Longest common prefix with any of them, why it went, and its chain."""
-        best, why, found = 0, "", None
-        for chain, reason in self.prefixes:
-            length = chain.common(wanted.packed, wanted.root)
-            if length and length >= best:
-                best, why, found = length, reason, chain
-        return best, why, found
+        chains = dict(enumerate(chain for chain, _ in self.prefixes))
+        best, found = longest(chains, wanted.packed, wanted.root)
+        if not best:
+            return 0, "", None
+        chain, reason = self.prefixes[found[-1]]
+        return best, reason, chain
+
+
+def longest(chains: dict[int, Chain], packed: bytes, root: bytes) -> tuple[int, list[int]]:
+    """The longest common prefix with any chain, and which chains have it (none for 0).
+
+    Whoever does not begin with the best prefix so far is out after one memory compare.
+    """
+    best, found = 0, []
+    start, beyond = b"", packed[:TOKEN_BYTES]
+    for index, chain in chains.items():
+        if chain.root != root:
+            continue
+        if len(beyond) > len(start) and chain.starts_with(beyond):
+            best, found = chain.common(packed, root, best + 1), [index]
+            start, beyond = packed[: best * TOKEN_BYTES], packed[: (best + 1) * TOKEN_BYTES]
+        elif best and chain.starts_with(start):
+            found.append(index)
+    return best, found
 
 
 class Ledger:
@@ -123,6 +149,7 @@ class Ledger:
         self.slots = [Holding() for _ in range(slots)]
         self.parked: dict[int, Holding] = {}
         self.evictions: dict[str, int] = {}
+        self.restored = 0  # parked prefixes that came back whole
         self.gone = Gone()
         self._next_park = slots
 
@@ -137,13 +164,14 @@ class Ledger:
     def _all(self) -> dict[int, Holding]:
         return {**dict(enumerate(self.slots)), **self.parked}
 
-    def match(self, packed: bytes, root: bytes) -> dict[int, int]:
-        """Per holding, how many leading tokens of the packed prompt are resident there."""
-        return {
-            index: each.chain.common(packed, root)
-            for index, each in self._all().items()
-            if each.chain is not None
-        }
+    def _chains(self, *, parked: bool = True) -> dict[int, Chain]:
+        numbered = self._all() if parked else dict(enumerate(self.slots))
+        return {index: each.chain for index, each in numbered.items() if each.chain is not None}
+
+    def longest(self, wanted: Wanted) -> int:
+        """How many of a prompt's rows are resident somewhere, whether it may use them or not."""
+        packed = wanted.packed[: wanted.limit * TOKEN_BYTES]
+        return longest(self._chains(), packed, wanted.root)[0]
 
     def place(self, wanted: Wanted, now: float) -> Placement | None:
         """The slot for a prompt, or None while every slot is pinned. Changes nothing.
@@ -154,27 +182,45 @@ class Ledger:
         free = [index for index, slot in enumerate(self.slots) if slot.turn is None]
         if not free:
             return None
-        matches = self.match(wanted.packed, wanted.root) if wanted.reuse else {}
-        matches = {index: min(length, wanted.limit) for index, length in matches.items()}
-        best = max(matches.values(), default=0)
-        donors = [index for index, length in matches.items() if length == best and best]
+        best = 0
+        donors: list[int] = []
+        if wanted.reuse:
+            packed = wanted.packed[: wanted.limit * TOKEN_BYTES]
+            best, donors = longest(self._chains(parked=wanted.restore), packed, wanted.root)
         here = [index for index in donors if index in free]
         for index in here:
-            slot = self.slots[index]
-            if slot.resident <= best + 1 or (wanted.hint and slot.hint == wanted.hint):
-                return Placement(index, best)  # an extension, or the session's own old branch
+            if self.slots[index].resident <= best + 1:
+                return Placement(index, best)  # an extension
         source = donors[0] if donors and best >= FORK_ROWS else None
-        victims = [i for i in free if i != source and self.slots[i].keep_until <= now]
+        victims = [i for i in free if i != source and not self._kept(i, now)]
         victim, loss = self._cheapest(victims, now)
-        for index in here:
-            slot = self.slots[index]
-            tail = (slot.resident - best) * slot.weight(now)
-            if victim is None or (slot.keep_until <= now and tail <= loss):
-                return Placement(index, best)
+        if victim in here:
+            # its first rows are the wanted ones: nothing to copy
+            return Placement(victim, best, loss=loss)
+        tails = [
+            (self._tail(index, best, wanted.hint, now), index)
+            for index in here
+            if victim is None or not self._kept(index, now)
+        ]
+        if tails and min(tails)[0] <= loss:
+            return Placement(min(tails)[1], best, loss=min(tails)[0])
         if victim is None:  # all that is free is kept on request: the oldest wish yields
             victim = min(free, key=lambda index: self.slots[index].keep_until)
+            loss = float(self.slots[victim].resident)
         matched = 0 if source is None else best
-        return Placement(victim, matched, source, *self._parking(victim, source, now))
+        park, dropped = self._parking(victim, source, now) if wanted.restore else (None, ())
+        loss = 0.0 if park is not None else loss
+        return Placement(victim, matched, source, park, dropped, loss)
+
+    def _tail(self, index: int, length: int, hint: str, now: float) -> float:
+        """What a slot's rows from `length` on are worth; a session's own old branch, less."""
+        slot = self.slots[index]
+        worth = (slot.resident - length) * slot.weight(now)
+        return worth * UNPROVEN if hint and slot.hint == hint else worth
+
+    def _kept(self, index: int, now: float) -> bool:
+        slot = self.slots[index]
+        return slot.keep_until > now and slot.resident > 0
 
     def _cheapest(self, among: list[int], now: float) -> tuple[int | None, float]:
         """The holding that costs least to lose, and that cost in weighted rows.
@@ -194,16 +240,24 @@ class Ledger:
 
     def unique_rows(self, index: int) -> int:
         """Rows that no other holding has: what it would cost to lose this one."""
-        chain = self.holding(index).chain
-        if chain is None:
+        each = self.holding(index)
+        if each.chain is None:
             return 0
-        packed = chain.packed()
-        shared = (
-            other.chain.common(packed, chain.root)
-            for number, other in self._all().items()
-            if number != index and other.chain is not None
-        )
-        return len(chain) - max(shared, default=0)
+        if each.twin is None or not self._shares(each.chain, *each.twin):
+            others = self._chains()
+            del others[index]
+            shared, found = longest(others, each.chain.packed(), each.chain.root)
+            each.twin = (found[0], shared) if found else (index, 0)
+        return len(each.chain) - min(len(each.chain), each.twin[1])
+
+    def _shares(self, chain: Chain, twin: int, rows: int) -> bool:
+        """True while `twin` still holds the first `rows` of a chain: one hash says so."""
+        if not rows:
+            return True
+        other = self.holding(twin).chain if self.has(twin) else None
+        if other is None or len(other) < rows or len(chain) < rows:
+            return False
+        return chain.hash_before(rows) == other.hash_before(rows)
 
     def _parking(
         self, victim: int, source: int | None, now: float
@@ -217,7 +271,7 @@ class Ledger:
         while used + rows > self.park_rows or len(self.parked) - len(dropped) >= MAX_PARKED:
             left = [i for i in self.parked if i != source and i not in dropped]
             index, _ = self._cheapest(left, now)
-            if index is None:
+            if index is None or len(dropped) >= MAX_DROPPED:
                 return None, ()
             dropped.append(index)
             used -= max(self.parked[index].resident, self.parked[index].coming)
@@ -230,25 +284,26 @@ class Ledger:
         """
         if matched >= wanted.limit:
             return None
+        if not wanted.reuse:
+            return Miss(matched, "reuse off")
         length, reason, chain = self.gone.longest(wanted)
         if chain is not None and length > matched:
             return Miss(matched, reason, chain.tokens(matched, min(len(chain), matched + 8)))
-        for index, common in self.match(wanted.packed, wanted.root).items():
+        best, found = longest(self._chains(), wanted.packed, wanted.root)
+        if best > matched and found[0] >= len(self.slots):
+            return Miss(matched, "parked")
+        for index in found if best == matched else []:
             other = self.holding(index).chain
-            assert other is not None
-            if common == matched > 0 and len(other) > common:
-                end = min(len(other), common + 8)
-                return Miss(matched, "edited", other.tokens(common, end))
+            if other is not None and len(other) > best:
+                end = min(len(other), best + 8)
+                return Miss(matched, "edited", other.tokens(best, end))
         return Miss(matched, "new") if matched == 0 else None
 
-    def coldest(self) -> int | None:
+    def coldest(self, now: float) -> int | None:
         """The slot whose loss costs least, or None while every slot is pinned."""
         free = [index for index, slot in enumerate(self.slots) if slot.turn is None]
-        return min(
-            free,
-            key=lambda i: (self.slots[i].resident > 0, self.slots[i].used),
-            default=None,
-        )
+        victim, _ = self._cheapest([i for i in free if not self._kept(i, now)], now)
+        return victim if victim is not None else min(free, default=None)
 
     def pin(self, index: int, turn: int) -> None:
         """Only `turn` may write here until `release`."""
@@ -262,11 +317,17 @@ class Ledger:
         assert slot.turn == turn, (index, slot.turn, turn)
         slot.turn = None
         slot.used = now
+        slot.twin = None  # what others have in common with it may be more now
 
     def claim(self, index: int, hint: str, *, proven: bool) -> None:
         """The slot's next rows belong to a session; proven: they extend a reused prefix."""
         slot = self.slots[index]
         slot.hint, slot.proven = hint, proven
+
+    def share(self, one: int, other: int, rows: int) -> None:
+        """Two holdings will have these rows in common: losing one of them costs that much less."""
+        if self.has(one) and self.unique_rows(one) > self.holding(one).resident - rows:
+            self.holding(one).twin = other, rows
 
     def keep(self, index: int, until: float, now: float) -> bool:
         """Don't give a slot up before `until`; False when no other slot would be left to give."""
@@ -306,6 +367,7 @@ class Ledger:
         if index < len(self.slots):
             slot = self.slots[index]
             slot.chain, slot.hint, slot.proven, slot.keep_until = None, "", False, 0.0
+            slot.twin = None
         else:
             self.parked.pop(index, None)
 

@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import TypeAlias
 
 from coord.counters import Stats
-from coord.ledger import MAX_PARKED, Ledger
+from coord.ledger import MAX_PARKED, Ledger, Placement
 from transport.chain import Chain, root_hash
 from transport.config import Limits
 from transport.config import Ring as RingSpec
@@ -41,6 +41,7 @@ RATE_ROWS = 32  # a frame of fewer rows costs by the frame, not by the row
 RATE_SHARE = 0.2  # of the newest measurement in a moving average
 RETRY_S = 1.0  # between two roll calls that went unanswered
 PING_S = 5.0  # between two pings of a ready ring
+TRIAL_S = 60.0  # after so long without parking it is tried again: rates change
 
 
 class Phase(StrEnum):
@@ -63,6 +64,7 @@ class InFlight:
     sent_at: float
     chain: Chain | None = None  # of a copy: the tokens of its rows
     guesses: tuple[int, ...] = ()  # of a Run: each segment's Turn.guess
+    alone: bool = False  # of a copy: nothing else was in flight when it was sent
 
 
 def fits(result: Result, segment: Segment) -> bool:
@@ -92,6 +94,9 @@ class Ring:
         self.stats = Stats()
         self.row_s = 0.0  # seconds a row takes in the slowest stage, of prefill frames
         self.frame_s = 0.0  # seconds a small frame takes in the slowest stage
+        self.copy_row_s = 0.0  # seconds a row takes from slot to slot, hops excluded
+        self.park_row_s = 0.0  # and from a slot to the park or back
+        self._park_tried_at = 0.0
         self.round_s = 0.0  # seconds from sending a small frame to its verdict
         self.busy: dict[str, float] = {}  # share of the last heartbeat interval spent in forwards
         self._forward_us: dict[str, int] = {}
@@ -106,6 +111,8 @@ class Ring:
 
     def heard(self, beat: Heartbeat, now: float) -> str | None:
         """Note a heartbeat; the reason when it shows that a formed ring is broken."""
+        if all(beat.stage != stage.name for stage in self.spec.stages):
+            return None  # not of this ring: nothing grows with what a peer makes up
         self._measure(beat.stage, now)
         self.heartbeats[beat.stage] = (beat, now)
         if self.phase is Phase.WAITING:
@@ -209,6 +216,7 @@ class Ring:
             self.ledger.give_up(index, 0, "ring lost")
         fresh = Ledger(slots, capacity, park_rows)
         fresh.gone, fresh.evictions = self.ledger.gone, self.ledger.evictions
+        fresh.restored = self.ledger.restored
         return fresh
 
     def _faults(self, entries: tuple[StageEntry, ...]) -> str | None:
@@ -245,7 +253,7 @@ class Ring:
     # ---- self-check: is a reused prefix worth the same as a computed one? ----
 
     def _probe_run(self, start: int, now: float) -> Run:
-        slot = self.ledger.coldest()
+        slot = self.ledger.coldest(now)
         assert slot is not None, "a ring that is not ready has no pinned slots"
         self.ledger.give_up(slot, 0, "self-check")
         chain = Chain(root_hash(self.fingerprint, b""), PROBE_TOKENS)
@@ -295,8 +303,45 @@ class Ring:
         """Number and note the copy of `chain`'s first `length` rows between two holdings."""
         seq, digest = self._number(), chain.hash_before(length)
         frame = Copy(self.name, self.epoch, seq, turn, source, target, length, digest)
-        self.in_flight[seq] = InFlight(frame, now, chain)
+        self.in_flight[seq] = InFlight(frame, now, chain, alone=not self.in_flight)
         return frame
+
+    def copied(self, record: InFlight, now: float) -> None:
+        """A copy came back: what it took beyond the hops, unless it waited behind other frames."""
+        copy, hop_s = record.frame, self.stats.hop_s
+        assert isinstance(copy, Copy), record
+        slots = len(self.ledger.slots)
+        parking = copy.source >= slots or copy.target >= slots
+        if parking:
+            self._park_tried_at = now
+        if not record.alone or hop_s is None or copy.length < RATE_ROWS:
+            return
+        row_s = max(1e-9, (now - record.sent_at - hop_s) / copy.length)
+        if parking:
+            self.park_row_s = _average(self.park_row_s, row_s)
+        else:
+            self.copy_row_s = _average(self.copy_row_s, row_s)
+
+    def rows_in_flight(self) -> int:
+        """Rows that were sent and are not acknowledged."""
+        runs = [each.frame for each in self.in_flight.values() if isinstance(each.frame, Run)]
+        return sum(len(segment.tokens) for run in runs for segment in run.segments)
+
+    def restore_pays(self, now: float) -> bool:
+        """True when copying a row from the park takes less than prefilling it.
+
+        True before both were measured, and once in a while: the rates may have changed.
+        """
+        if not self.park_row_s or not self.row_s or self.park_row_s < self.row_s:
+            return True
+        return now >= self._park_tried_at + TRIAL_S
+
+    def copy_time(self, placement: Placement) -> float:
+        """Seconds that a placement's copy is predicted to take; 0.0 before one was measured."""
+        if placement.source is None:
+            return 0.0
+        parked = placement.source >= len(self.ledger.slots)
+        return placement.matched * (self.park_row_s if parked else self.copy_row_s)
 
     def freeing(self, slot: int) -> bool:
         """True while a Free of the slot is on its way: another would only fill the window."""
@@ -343,7 +388,8 @@ class Ring:
 
     def room(self) -> bool:
         """True when another frame may be sent."""
-        return self.phase is Phase.READY and len(self.in_flight) < self.window
+        runs = sum(isinstance(record.frame, Run) for record in self.in_flight.values())
+        return self.phase is Phase.READY and runs < self.window
 
     def timed(self, run: Run, verdict: Verdict, took_s: float) -> None:
         """Add the stages' timings up; a prefill frame also tells the ring's rate."""
@@ -356,6 +402,8 @@ class Ring:
             self.frame_s = _average(self.frame_s, slowest)
             self.round_s = _average(self.round_s, took_s)
         for timing in verdict.timings:
+            if timing.stage not in self.heartbeats:
+                continue  # nonsense from the link must not become a counter
             for table, value in (
                 (self.stats.wait_us, timing.wait_us),
                 (self.stats.forward_us, timing.forward_us),
@@ -406,7 +454,8 @@ class Ring:
             times.append(record.sent_at + self.limits.frame_timeout_s)
             break
         oldest = self.ledger.oldest_use()
-        if oldest is not None and self.limits.idle_ttl_s:
+        expires = self.phase is Phase.READY and self.limits.idle_ttl_s  # a lost ring frees nothing
+        if oldest is not None and expires:
             times.append(max(now, oldest + self.limits.idle_ttl_s) + 1e-3)
         return min(times, default=now + RETRY_S)
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from coord.actions import Action, Admitted, Failed, Finished, Send, Tokens
-from coord.admission import Choice, choose, leader, waits_behind
+from coord.admission import Choice, choose, explain, leader, waits_behind
 from coord.batch import ahead, certain
 from coord.counters import Totals
 from coord.draft import Drafter, accepted
 from coord.ledger import Miss
+from coord.placing import NO_TURN, carry_out, expire, free
 from coord.ring import PROBE_TURN, InFlight, Ring, fits
 from coord.ring import Phase as RingPhase
 from coord.turn import Phase, Turn
@@ -42,7 +43,6 @@ from transport.frame import (
     Verdict,
 )
 
-NO_TURN = PROBE_TURN  # the owner of copies that no turn waits for
 MAX_REFUSALS = 3  # of one turn's rows before it fails: a cold start can't be refused for content
 
 
@@ -190,14 +190,7 @@ class Scheduler:
         if ring.freeing(request.slot):
             return
         if ring.ledger.has(request.slot) and ring.ledger.holding(request.slot).turn is None:
-            self._free(ring, request.slot, "request", now, actions)
-
-    def _free(self, ring: Ring, index: int, reason: str, now: float, actions: list[Action]) -> None:
-        """Give a slot or parked prefix up on every stage."""
-        if ring.ledger.has(index):
-            ring.ledger.give_up(index, 0, reason)
-        ring.ledger.forget(index)
-        actions.append(Send(ring.free(index, now)))
+            actions.append(Send(free(ring, request.slot, "request", now)))
 
     def _keep_slot(self, request: KeepSlot, now: float) -> None:
         ring = self.rings.get(request.ring)
@@ -275,8 +268,9 @@ class Scheduler:
         if not turn.started:
             turn.started = True
             self.totals.prompt_tokens += len(turn.submit.prompt)
-            self.totals.prefix_cache_queries += len(turn.submit.prompt)
-            self.totals.prefix_cache_hits += segment.start
+            if turn.submit.reuse:
+                self.totals.prefix_cache_queries += len(turn.submit.prompt)
+                self.totals.prefix_cache_hits += segment.start
         if not segment.want or turn.phase is Phase.DRAINING:
             known = min(segment.end, turn.known)
             if known > segment.start:
@@ -305,6 +299,7 @@ class Scheduler:
         copy = record.frame
         assert isinstance(copy, Copy), record
         assert record.chain is not None
+        ring.copied(record, now)
         if copy.turn == NO_TURN:  # an eviction's rows are parked, unless they were dropped since
             if ring.ledger.has(copy.target):
                 ring.ledger.extend(copy.target, record.chain, copy.length)
@@ -326,19 +321,23 @@ class Scheduler:
             return  # a Run's Verdict still comes, without the refused segment
         ring.settle(reject.epoch, reject.seq, type(record.frame))
         if isinstance(record.frame, Copy):
-            self._copy_refused(ring, record.frame, now, actions)
+            self._copy_refused(ring, record, record.frame, now, actions)
 
-    def _copy_refused(self, ring: Ring, copy: Copy, now: float, actions: list[Action]) -> None:
+    def _copy_refused(
+        self, ring: Ring, record: InFlight, copy: Copy, now: float, actions: list[Action]
+    ) -> None:
         """A copy's source is not what the ledger said: give it up too, unless a turn writes there.
 
         Stages before the one that refused have made the copy: a turn overwrites it, a parked one
         is freed.
         """
         if copy.turn == NO_TURN:
-            self._free(ring, copy.target, "refused", now, actions)
+            assert record.chain is not None
+            ring.ledger.gone.add(record.chain, "refused")
+            actions.append(Send(free(ring, copy.target, "refused", now)))
             return
         if ring.ledger.has(copy.source) and ring.ledger.holding(copy.source).turn is None:
-            self._free(ring, copy.source, "refused", now, actions)
+            actions.append(Send(free(ring, copy.source, "refused", now)))
         turn = self.turns[copy.turn]
         turn.in_flight -= 1
         self._refused(ring, turn)
@@ -378,7 +377,7 @@ class Scheduler:
                     ring.ledger.keep(turn.slot, now + turn.submit.keep_s, now)
                 del self.turns[turn.id]
         elif turn.phase is Phase.RECOVERING and turn.refusals <= MAX_REFUSALS:
-            ring.ledger.forget(turn.slot)
+            ring.ledger.claim(turn.slot, turn.submit.hint, proven=False)
             root = root_hash(ring.fingerprint, turn.submit.salt)
             turn.admit(ring.name, turn.slot, root, None, 0)
             actions.append(self._admitted(turn))
@@ -411,8 +410,7 @@ class Scheduler:
                     actions.append(Send(frame))
             ttl = self.limits.idle_ttl_s
             if ttl and ring.phase is RingPhase.READY:
-                for index in ring.ledger.idle(now - ttl):
-                    self._free(ring, index, "ttl", now, actions)
+                actions += [Send(frame) for frame in expire(ring, now - ttl, now)]
 
     def _fail_stranded(self, now: float, actions: list[Action]) -> None:
         """A turn that lost its ring, or was refused too often, fails within a stated bound."""
@@ -443,33 +441,13 @@ class Scheduler:
                 self._place(turn, found, now, actions)
 
     def _place(self, turn: Turn, choice: Choice, now: float, actions: list[Action]) -> None:
-        """Carry a placement out: park or give up what is in the way, copy what is shared."""
-        ring, wanted, placement = choice.ring, choice.wanted, choice.placement
-        ledger, slot, matched = ring.ledger, placement.slot, placement.matched
-        miss = ledger.explain(wanted, matched)
-        donor = ledger.holding(slot if placement.source is None else placement.source)
-        donor.used = now
-        donor.proven = donor.proven or matched > 0
+        """The turn takes its slot; the frames that prepare it go first."""
+        miss = explain(choice, self.rings)
         resumed = turn.admitted_before
-        turn.admit(ring.name, slot, wanted.root, donor.chain, matched)
-        assert turn.chain is not None
-        for index in placement.dropped:
-            self._free(ring, index, "parked too long", now, actions)
-        if placement.park is not None:
-            held = ledger.slots[slot]
-            assert held.chain is not None
-            ledger.reserve(placement.park, held)
-            copy = ring.copy(NO_TURN, slot, placement.park, held.chain.clone(), held.resident, now)
-            actions.append(Send(copy))
-        ledger.pin(slot, turn.id)
-        kept = matched if placement.source is None else 0
-        ledger.give_up(slot, kept, "evicted" if placement.park is None else "parked")
-        ledger.claim(slot, turn.submit.hint, proven=matched > 0)
-        if placement.source is not None:
-            turn.in_flight += 1
-            self.totals.copied_rows += matched
-            source = placement.source
-            actions.append(Send(ring.copy(turn.id, source, slot, turn.chain, matched, now)))
+        frames = carry_out(turn, choice, now)
+        actions += [Send(frame) for frame in frames]
+        if choice.placement.source is not None:
+            self.totals.copied_rows += choice.placement.matched
         if resumed:
             self.totals.resumed += 1
         actions.append(self._admitted(turn, miss))

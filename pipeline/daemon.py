@@ -20,6 +20,7 @@ from pipeline.model import StageModel
 from pipeline.stage import Action, CopyRows, DropRows, Forward, Send, Stage
 from transport.config import Limits, Ring
 from transport.config import Stage as StageSpec
+from transport.emulate import Emulate
 from transport.frame import Envelope, Forwarded, Frame, Heartbeat, StageState, Tensor
 from transport.framelog import Direction
 from transport.link import LinkError, PullLink, PushLink, open_push
@@ -59,8 +60,10 @@ class Worker:
         load: LoadModel,
         incarnation: int,
         recorder: Recorder | None = None,
+        emulate: Emulate | None = None,
     ) -> None:
         self.ring, self.spec, self.limits = ring, spec, limits
+        self.emulate = emulate
         self.status = Status()
         self.stop = threading.Event()
         self.bound = threading.Event()
@@ -89,6 +92,7 @@ class Worker:
                 incarnation=self._incarnation,
                 timeout_s=self.limits.send_timeout_s,
                 max_bytes=self.limits.max_frame_bytes,
+                emulate=self.emulate,
             )
             core = Stage(
                 self.ring.name,
@@ -183,6 +187,7 @@ async def run_stage(worker: Worker, incarnation: int, stop: asyncio.Event) -> No
         sender=f"{ring.name}/{spec.name}/control",
         incarnation=incarnation,
         max_bytes=worker.limits.max_frame_bytes,
+        emulate=worker.emulate,
     )
     process = psutil.Process()
 

@@ -1,14 +1,15 @@
-"""The coordinator and stage cores of one toy ring in this process, behind the real HTTP API.
+"""The coordinator and stage cores of one ring in this process, behind the real HTTP API.
 
 Links are queues and time stands still between events, so that a request costs milliseconds and
-every number is exact. A toy token is a byte; its answers are bytes that are seldom text.
+every number is exact. By default two stages of the toy: its tokens are bytes, and its answers bytes
+that are seldom text.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 import httpx
@@ -17,8 +18,8 @@ from coord.actions import Action, Admitted, Send, Tokens
 from coord.coordinator import Coordinator
 from coord.gateway import Settings, build_app
 from coord.http.keys import Key
-from coord.tokenizer import ByteTokenizer
-from pipeline.model import ToyModel
+from coord.tokenizer import ByteTokenizer, Tokenizer
+from pipeline.model import StageModel, ToyModel
 from pipeline.stage import CopyRows, DropRows, Forward, Stage
 from pipeline.stage import Send as StageSend
 from transport.config import Config, Limits, Model
@@ -27,30 +28,39 @@ from transport.config import Ring as RingSpec
 from transport.config import Stage as StageSpec
 from transport.frame import Forwarded, Frame, Heartbeat, Run, StageState
 
-LAYERS = 2
 Call = Callable[..., Coroutine[Any, Any, httpx.Response]]
 
 
 class LocalRing(Coordinator):
-    """Two stages. sent: every frame that left the coordinator."""
+    """models: one for each stage. sent: every frame that left the coordinator."""
 
-    def __init__(self, *, slots: int = 4, park_bytes: int = 0) -> None:
-        stages = tuple(StageSpec(f"s{i}", f"tcp://s{i}:1", (i, i + 1)) for i in range(LAYERS))
-        bounds = Limits(slots=slots, max_model_len=1024, chunk_tokens=64, park_bytes=park_bytes)
+    def __init__(
+        self, *, slots: int = 4, park_bytes: int = 0, models: Sequence[StageModel] = ()
+    ) -> None:
+        self.models = models or [
+            ToyModel((i, i + 1), 2, slots=slots, capacity=1024) for i in range(2)
+        ]
+        infos = [model.info for model in self.models]
+        stages = tuple(
+            StageSpec(f"s{i}", f"tcp://s{i}:1", info.layers) for i, info in enumerate(infos)
+        )
+        bounds = Limits(
+            slots=infos[0].slots,
+            max_model_len=infos[0].capacity,
+            chunk_tokens=64,
+            park_bytes=park_bytes,
+            lost_after_s=1e6,  # nobody beats after the start
+            frame_timeout_s=1e6,
+        )
         config = Config(
             Model("toy", "toy", "float32"),
             (RingSpec("r0", "tcp://c:1", stages),),
             CoordinatorSpec("127.0.0.1:0"),
             bounds,
         )
-        super().__init__(config, 1, 256)
-        self.models = [
-            ToyModel((i, i + 1), LAYERS, slots=slots, capacity=1024) for i in range(LAYERS)
-        ]
-        self._stages = [
-            Stage("r0", f"s{i}", 1, model.info, park_bytes) for i, model in enumerate(self.models)
-        ]
-        self._links: list[deque[Frame]] = [deque() for _ in range(LAYERS + 1)]
+        super().__init__(config, 1, infos[0].vocabulary)
+        self._stages = [Stage("r0", f"s{i}", 1, info, park_bytes) for i, info in enumerate(infos)]
+        self._links: list[deque[Frame]] = [deque() for _ in range(len(stages) + 1)]
         self._pumping = False
         self.held = False  # frames wait on the first link
         self.sent: list[Frame] = []
@@ -65,7 +75,7 @@ class LocalRing(Coordinator):
 
     async def open(self) -> None:
         """Form the ring."""
-        for index in range(LAYERS):
+        for index in range(len(self._stages)):
             self._step(Heartbeat("r0", f"s{index}", 1, StageState.READY, 1.0, "", 1, 1))
         self._pushes = {"r0": None}  # type: ignore[dict-item] # no link is used
         while not self.ready()[0]:
@@ -98,7 +108,7 @@ class LocalRing(Coordinator):
         while any(self._links) and not self.held:
             at = next(index for index, link in enumerate(self._links) if link)
             frame = self._links[at].popleft()
-            if at == LAYERS:
+            if at == len(self._stages):
                 self._step(frame)
                 self.scheduler.check()
             else:
@@ -127,6 +137,7 @@ def play(
     scene: Callable[[LocalRing, Call], Awaitable[None]],
     *,
     keys: tuple[Key, ...] = (),
+    tokenizer: Tokenizer | None = None,
     **options: Any,
 ) -> None:
     """Run a scene against the HTTP API of a fresh ring; call(method, path, body, key=...)."""
@@ -134,7 +145,8 @@ def play(
     async def main() -> None:
         ring = LocalRing(**options)
         await ring.open()
-        transport = httpx.ASGITransport(build_app(ring, ByteTokenizer(), Settings(api_keys=keys)))
+        app = build_app(ring, tokenizer or ByteTokenizer(), Settings(api_keys=keys))
+        transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
 
             async def call(
@@ -148,4 +160,8 @@ def play(
             await scene(ring, call)
         await ring.close()
 
-    asyncio.run(main())
+    async def bounded() -> None:
+        async with asyncio.timeout(120):
+            await main()
+
+    asyncio.run(bounded())

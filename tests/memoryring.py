@@ -43,6 +43,7 @@ from transport.frame import (
     Tensor,
     Tick,
     Verdict,
+    Wire,
 )
 
 VOCABULARY = 64
@@ -59,8 +60,25 @@ def limits(**changes: float | None) -> Limits:
     return Limits(**values)  # type: ignore[arg-type]
 
 
-def toy(layers: tuple[int, int], slots: int = 3, capacity: int = 256) -> ToyModel:
-    return ToyModel(layers, LAYERS, slots=slots, capacity=capacity, vocabulary=VOCABULARY)
+def toy(
+    layers: tuple[int, int], slots: int = 3, capacity: int = 256, total: int = LAYERS
+) -> ToyModel:
+    return ToyModel(layers, total, slots=slots, capacity=capacity, vocabulary=VOCABULARY)
+
+
+def ring_spec(name: str, stages: int, total: int = LAYERS) -> RingSpec:
+    """A ring of stages NAME0, NAME1, ... (s0, s1, ... for the ring "r") over `total` layers."""
+    cuts = [total * i // stages for i in range(stages + 1)]
+    prefix = "s" if name == "r" else name
+    names = [f"{prefix}{i}" for i in range(stages)]
+    return RingSpec(
+        name=name,
+        verdicts=f"tcp://{name}:1",
+        stages=tuple(
+            StageSpec(name=each, address=f"tcp://{each}:1", layers=(cuts[i], cuts[i + 1]))
+            for i, each in enumerate(names)
+        ),
+    )
 
 
 def serial(
@@ -121,7 +139,12 @@ class Reply:
 
 
 class MemoryRing:
-    """One ring of `stages` stages. `pump` runs until nothing is left to do."""
+    """One ring of `stages` stages. `pump` runs until nothing is left to do.
+
+    With a `scheduler` of several rings, `tell` is whoever performs its actions (MemoryWorld);
+    `layers` fewer than the default make a world faster, and so does `codec` off, where frames go
+    from core to core as they are.
+    """
 
     def __init__(
         self,
@@ -131,23 +154,19 @@ class MemoryRing:
         slots: int = 3,
         tamper: Callable[[Frame], Frame] | None = None,
         drafter: Callable[[], Drafter] | None = LookupDrafter,
+        name: str = "r",
         layers: int = LAYERS,
+        scheduler: Scheduler | None = None,
+        tell: Callable[[Frame], None] | None = None,
+        codec: bool = True,
     ) -> None:
         self.limits = bounds or limits(slots=slots)
-        cuts = [layers * i // stages for i in range(stages + 1)]
-        names = [f"s{i}" for i in range(stages)]
-        spec = RingSpec(
-            name="r",
-            verdicts="tcp://c:1",
-            stages=tuple(
-                StageSpec(name=name, address=f"tcp://{name}:1", layers=(cuts[i], cuts[i + 1]))
-                for i, name in enumerate(names)
-            ),
-        )
-        self.names = names
-        self.layers = [(cuts[i], cuts[i + 1]) for i in range(stages)]
+        spec = ring_spec(name, stages, layers)
+        self.name = name
+        self.names = [stage.name for stage in spec.stages]
+        self.layers = [stage.layers for stage in spec.stages]
         self.slots = slots
-        self.scheduler = Scheduler((spec,), self.limits, drafter=drafter)
+        self.scheduler = scheduler or Scheduler((spec,), self.limits, drafter=drafter)
         self.links: list[deque[Frame]] = [deque() for _ in range(stages + 1)]
         self.forwards: list[Forward | None] = [None] * stages
         self.incarnations = list(range(1, stages + 1))
@@ -160,14 +179,17 @@ class MemoryRing:
         self.believed: list[Reject] = []  # those of rows that the ledger was wrong about
         self.tamper = tamper or (lambda frame: frame)
         self.now = 0.0
+        self._tell = tell
+        self._codec = codec
         self._turn = 0
 
     def _model(self, index: int) -> ToyModel:
-        return toy(self.layers[index], slots=self.slots, capacity=self.limits.max_model_len)
+        total = self.layers[-1][1]
+        return toy(self.layers[index], self.slots, self.limits.max_model_len, total)
 
     def _stage(self, index: int) -> Stage:
         info, park = self.models[index].info, self.limits.park_bytes
-        return Stage("r", self.names[index], self.incarnations[index], info, park)
+        return Stage(self.name, self.names[index], self.incarnations[index], info, park)
 
     # ---- clients -------------------------------------------------------------------------------
 
@@ -178,7 +200,7 @@ class MemoryRing:
         return self
 
     def beat(self, name: str, incarnation: int) -> None:
-        self.tell(Heartbeat("r", name, incarnation, StageState.READY, 1.0, "", 1, 1))
+        self.tell(Heartbeat(self.name, name, incarnation, StageState.READY, 1.0, "", 1, 1))
 
     def submit(
         self,
@@ -214,10 +236,13 @@ class MemoryRing:
             self.answers.append(frame)
         if isinstance(frame, Reject):
             self.rejects.append(frame)
-            ring = self.scheduler.rings["r"]
+            ring = self.scheduler.rings[self.name]
             waited_for = frame.epoch == ring.epoch and frame.seq in ring.in_flight
             if waited_for and frame.code not in (Refusal.EPOCH, Refusal.LINK):
                 self.believed.append(frame)
+        if self._tell is not None:
+            self._tell(frame)
+            return
         for action in self.scheduler.handle(frame, self.now):
             self._perform(action)
         self.scheduler.check()
@@ -225,9 +250,7 @@ class MemoryRing:
     def _perform(self, action: Action) -> None:
         match action:
             case Send():
-                frame = self.tamper(action.frame)
-                self.sent.append(frame)
-                self.links[0].append(frame)
+                self.send(action.frame)
             case Admitted():
                 self.replies[action.turn].admitted.append(action)
             case Tokens():
@@ -239,6 +262,12 @@ class MemoryRing:
             case Failed():
                 assert not self.replies[action.turn].over
                 self.replies[action.turn].failed = action
+
+    def send(self, wire: Wire) -> None:
+        """A frame of the coordinator goes on the first link."""
+        frame = self.tamper(wire)
+        self.sent.append(frame)
+        self.links[0].append(frame)
 
     def choices(self) -> list[int]:
         """Events that can happen now: 2k = link k delivers, 2k + 1 = stage k's forward is done."""
@@ -254,7 +283,9 @@ class MemoryRing:
             self.forwards[index] = None
             self._stage_takes(index, self._compute(index, forward))
             return
-        frame, _ = decode(encode(self.links[index].popleft(), Envelope("x", 1, 0)))
+        frame = self.links[index].popleft()
+        if self._codec:
+            frame, _ = decode(encode(frame, Envelope("x", 1, 0)))
         if index == len(self.stages):
             self.tell(frame)
         else:

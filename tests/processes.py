@@ -28,7 +28,7 @@ from transport.config import TOY, Config, Coordinator, Limits, Model, Ring, Stag
 
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "KVRING_TEST_FLEET"
-READY_S = 60.0  # a ring of toys takes 2-4 s on two idle cores
+READY_S = 120.0  # a ring of toys takes 2-4 s on two idle cores, ten times that on busy ones
 END_S = 20.0
 POLL_S = 0.03
 # Everything is plain HTTP; loading the CA certificates would cost 20 ms for each request.
@@ -180,11 +180,11 @@ class Fleet:
         """Start the coordinator by hand."""
         return self.start("coord", "--ring", ring.path, *options)
 
-    def whole(self, ring: RingFile) -> dict[str, Process]:
+    def whole(self, ring: RingFile, limit_s: float = READY_S) -> dict[str, Process]:
         """Start a ring by hand and wait until it is ready; its processes by name."""
         started = {"coord": self.coord(ring)}
         started |= {name: self.stage(ring, name) for name in ring.names}
-        self.ready(ring.url)
+        self.ready(ring.url, limit_s)
         return started
 
     def up(self, *options: object, http: str | None = None) -> tuple[Process, str]:

@@ -402,7 +402,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         ({"prompt": [256]}, "invalid_value", ["256"]),
         ({"prompt": "x", "max_tokens": 0}, "invalid_value", ["max_tokens"]),
         ({"prompt": "x", "surprise": 1}, "unknown_parameter", ["surprise"]),
-        ({"prompt": "x", "n": 2}, "unsupported_parameter", ["n "]),
+        ({"prompt": "x", "best_of": 2}, "unsupported_parameter", ["best_of"]),
         ({}, "missing_parameter", ["prompt"]),
     ],
 )

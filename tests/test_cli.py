@@ -114,27 +114,51 @@ def test_up_passes_every_option(up: FakeUp) -> None:
         "slots": 4,
         "max_model_len": None,
         "dtype": "bfloat16",
+        "threads": None,
+        "drafter": "lookup",
+        "rings": 1,
+        "park_mb": 0,
+        "idle_ttl_s": 0.0,
+        "verify_share": 0.0,
         "http": "127.0.0.1:8000",
         "served_model_name": None,
         "api_key": None,
         "record": None,
         "record_payloads": "none",
+        "delay_ms": 0.0,
+        "jitter_ms": 0.0,
+        "mbit": 0.0,
+        "draft_depth": None,
+        "draft_tokens": None,
     }
     assert up.calls == [("up", defaults)]
     given = "up --model toy --stages 2 --slots 5 --max-model-len 512 --dtype float32 --http [::1]:0"
     more = "--served-model-name m --api-key k --record logs --record-payloads digest"
-    assert cli.run([*given.split(), *more.split()]) == 7
+    kept = "--rings 2 --park-mb 64 --idle-ttl-s 600 --verify-share 0.05 --drafter off"
+    slow = "--delay-ms 5 --jitter-ms 1 --mbit 100 --draft-depth 2 --draft-tokens 7 --threads 2"
+    assert cli.run([*given.split(), *more.split(), *kept.split(), *slow.split()]) == 7
     assert up.calls[1][1] == {
         "model": "toy",
         "stages": 2,
         "slots": 5,
         "max_model_len": 512,
         "dtype": "float32",
+        "threads": 2,
+        "drafter": "off",
+        "rings": 2,
+        "park_mb": 64,
+        "idle_ttl_s": 600.0,
+        "verify_share": 0.05,
         "http": "[::1]:0",
         "served_model_name": "m",
         "api_key": "k",
         "record": Path("logs"),
         "record_payloads": "digest",
+        "delay_ms": 5.0,
+        "jitter_ms": 1.0,
+        "mbit": 100.0,
+        "draft_depth": 2,
+        "draft_tokens": 7,
     }
 
 

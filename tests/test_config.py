@@ -23,6 +23,7 @@ from transport.config import (
     load,
     loads,
 )
+from transport.emulate import Emulate
 from transport.toml_lines import key_lines
 
 TEXT = """\
@@ -120,6 +121,8 @@ MISTAKES: list[tuple[str, str, int, str | None, str]] = [
     ("slots = 8", "slots = 1025", 12, "limits.slots", "must be from 1 to 1024, not 1025"),
     ("slots = 8", "chunk_tokens = 0", 12, "limits.chunk_tokens", "must be from 8"),
     ("slots = 8", "max_frame_bytes = 10", 12, "limits.max_frame_bytes", "must be from 1048576"),
+    ("[limits]", "[emulate]\ndelay_ms = -1\n[limits]", 12, "emulate.delay_ms", "from 0 to 60000"),
+    ("[limits]", "[emulate]\nseed = 1.5\n[limits]", 12, "emulate.seed", "must be an integer"),
     ("_frames = 5", "_frames = 0", 13, "limits.window_frames", "must be from 1 to 512"),
     ("_s = 2", "_s = nan", 14, "limits.heartbeat_s", "must be from 0.01 to 3600 seconds, not nan"),
     ("_s = 2", "_s = true", 14, "limits.heartbeat_s", "must be a number, not True"),
@@ -211,7 +214,7 @@ def test_missing_parts() -> None:
 
 def test_every_key_has_its_page() -> None:
     page = (Path(__file__).parent.parent / "docs" / "ring-toml.md").read_text()
-    for cls in (Model, Coordinator, Limits, Ring, Stage):
+    for cls in (Model, Coordinator, Limits, Emulate, Ring, Stage):
         for each in fields(cls):
             assert each.name == "stages" or f"`{each.name}`" in page, (cls, each.name)
 
@@ -273,7 +276,19 @@ def configs(draw: st.DrawFn) -> Config:
     path = draw(st.just("toy") | _texts.map(lambda text: str(Path("/") / text)))
     name = draw(_texts.filter(str.isprintable))
     model = Model(path, name, draw(st.sampled_from(["bfloat16", "float32"])), draw(st.booleans()))
-    return Config(model, rings, Coordinator(f"h:{draw(st.integers(0, 65535))}"), limits)
+    coordinator = Coordinator(
+        f"h:{draw(st.integers(0, 65535))}",
+        draw(st.sampled_from(["off", "lookup"])),
+        draw(st.none() | st.integers(1, 64)),
+        draw(st.none() | st.integers(0, 64)),
+    )
+    emulate = Emulate(
+        draw(st.floats(0, 60_000)),
+        draw(st.floats(0, 60_000)),
+        draw(st.floats(0, 1e6)),
+        draw(st.integers(0, 1 << 62)),
+    )
+    return Config(model, rings, coordinator, limits, emulate)
 
 
 @given(configs())

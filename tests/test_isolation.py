@@ -168,6 +168,21 @@ def test_a_reply_is_cancelled_only_by_its_own_tenant() -> None:
     play(scene, keys=KEYS)
 
 
+def test_case_13_conversations_of_one_session_name_do_not_overwrite_each_other() -> None:
+    async def scene(ring: LocalRing, call: Call) -> None:
+        start = {"role": "system", "content": LONG}
+        chats = {name: [start, {"role": "user", "content": name * 50}] for name in "AB"}
+        for turn in range(3):
+            for chat in chats.values():
+                body = {"messages": chat, "max_tokens": 8, "prompt_cache_key": "app"}
+                answer = (await call("POST", "/v1/chat/completions", body)).json()
+                assert turn == 0 or answer["kvring"]["prefilled"] < 30
+                text = answer["choices"][0]["message"]["content"]
+                chat += [{"role": "assistant", "content": text}, {"role": "user", "content": "?"}]
+
+    play(scene)
+
+
 # ---- what the others see ------------------------------------------------------------------------
 
 

@@ -29,6 +29,7 @@ CORE = (
     "coord/actions.py",
     "coord/draft.py",
     "coord/ledger.py",
+    "coord/placing.py",
     "coord/ring.py",
     "coord/admission.py",
     "coord/batch.py",

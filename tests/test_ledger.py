@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from coord.ledger import FORK_ROWS, PARK_ROWS, Ledger, Placement, Wanted
+from coord.ledger import FORK_ROWS, PARK_ROWS, Ledger, Placement, Wanted, longest
 from transport.chain import Chain, pack_tokens, root_hash
 
 ROOT, OTHER = root_hash(b"model", b""), root_hash(b"model", b"tenant")
@@ -44,15 +44,18 @@ def place(ledger: Ledger, *prompt: int, now: float = 100.0) -> Placement:
 # ---- match ---------------------------------------------------------------------------------------
 
 
-def test_match_is_the_common_prefix_with_each_slot() -> None:
+def test_the_longest_common_prefix_and_who_has_it() -> None:
     """CASES 15: of any length."""
     ledger = Ledger(4, 64)
     put(ledger, 0, 1, 2, 3)
     put(ledger, 1, 1, 2, 9, 9, 9)
     put(ledger, 2, 7)
-    packed = pack_tokens((1, 2, 3, 4))
-    assert ledger.match(packed, ROOT) == {0: 3, 1: 2, 2: 0}
-    assert ledger.match(packed, OTHER) == {0: 0, 1: 0, 2: 0}, "CASES 19"
+    chains = {i: slot.chain for i, slot in enumerate(ledger.slots) if slot.chain is not None}
+    assert longest(chains, pack_tokens((1, 2, 3, 4)), ROOT) == (3, [0])
+    assert longest(chains, pack_tokens((1, 2, 8)), ROOT) == (2, [0, 1])
+    assert longest(chains, pack_tokens((1, 2)), ROOT) == (2, [0, 1])
+    assert longest(chains, pack_tokens((8,)), ROOT) == (0, [])
+    assert longest(chains, pack_tokens((1, 2, 3, 4)), OTHER) == (0, []), "CASES 19"
 
 
 # ---- place ---------------------------------------------------------------------------------------
@@ -266,9 +269,11 @@ class Model(RuleBasedStateMachine):
 
     @rule(prompt=TEXTS)
     def match(self, prompt: tuple[int, ...]) -> None:
-        packed = pack_tokens(prompt)
-        found = {i: naive(text, prompt) for i, text in enumerate(self.texts) if text}
-        assert self.ledger.match(packed, ROOT) == found
+        chains = {i: s.chain for i, s in enumerate(self.ledger.slots) if s.chain is not None}
+        common = {i: naive(text, prompt) for i, text in enumerate(self.texts) if text}
+        best = max(common.values(), default=0)
+        having = [i for i, length in common.items() if length == best and best]
+        assert longest(chains, pack_tokens(prompt), ROOT) == (best, having)
 
     @invariant()
     def agrees(self) -> None:
@@ -277,7 +282,7 @@ class Model(RuleBasedStateMachine):
         assert [slot.turn for slot in self.ledger.slots] == self.pins
         assert [slot.resident for slot in self.ledger.slots] == [len(t) for t in self.texts]
         empty = [i for i, t in enumerate(self.texts) if not t and self.pins[i] is None]
-        coldest = self.ledger.coldest()
+        coldest = self.ledger.coldest(0.0)
         assert coldest is None or self.pins[coldest] is None
         assert not empty or coldest in empty
 

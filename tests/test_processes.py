@@ -389,7 +389,7 @@ def test_a_stage_that_dies_ends_up_and_is_named(fleet: Fleet) -> None:
 
 def test_api_keys_come_from_a_file(fleet: Fleet, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
-    keys.write_text("# two tenants\nalpha\nbeta\n")
+    keys.write_text("# two tenants\none:alpha-0123456789abcdef\ntwo:beta-0123456789abcdef\n")
     ring = write_ring(tmp_path / "ring.toml", stages=1)
     fleet.coord(ring, "--api-key-file", keys)
     fleet.stage(ring, "s0")
@@ -405,7 +405,7 @@ def test_api_keys_come_from_a_file(fleet: Fleet, tmp_path: Path) -> None:
         assert refused.status_code == 401
         assert refused.json()["error"]["code"] == "invalid_api_key"
     cached = []
-    for key in ("alpha", "beta", "alpha"):
+    for key in (f"{name}-0123456789abcdef" for name in ("alpha", "beta", "alpha")):
         answer = ask(key)
         assert answer.status_code == 200, answer.text
         cached.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])

@@ -7,7 +7,7 @@ import pytest
 
 from tests.fakeserver import RING, FakeServer, serve
 from tools import cli
-from tools.client import Readiness
+from tools.client import Client, Json, Readiness
 from tools.status import BAR_CELLS, bar, render
 
 
@@ -85,3 +85,53 @@ def test_bar_shows_any_row_and_is_full_only_at_capacity() -> None:
     assert bar(4095, 4096).count("█") == BAR_CELLS - 1
     assert bar(4096, 4096).count("█") == BAR_CELLS
     assert bar(1, 0) == "·" * BAR_CELLS
+
+
+def test_kept_parked_and_others_slots_are_shown_and_previews_cannot_steer_a_terminal() -> None:
+    ring = {
+        "slots": [
+            {"slot": 0, "occupied": True, "capacity": 64},
+            {"slot": 1, "resident": 8, "capacity": 64, "kept_s": 90.0, "session": "ab12"},
+        ],
+        "parked": [{"slot": 2, "resident": 500, "idle_s": 4.0, "preview": "You\x1b[31m\nare"}],
+        "parked_rows": 500,
+        "park_limit_rows": 1000,
+        "evictions": {"ttl": 2, "request": 1},
+    }
+    ready = Readiness(ready=True, detail="", progress=None)
+    lines = render({"rings": [ring]}, ready, plain)[3:]
+    assert [" ".join(line.split()) for line in lines] == [
+        "slot resident turn idle kept session",
+        "0 another's - - - -",
+        f"1 {bar(8, 64)} 8/64 - - 1 min 30 s ab12",
+        "parked rows idle session",
+        "2 500 4 s - You [31m are",
+        "500 of 1,000 rows are parked",
+        "evictions: 2 ttl, 1 request",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [
+        (["--evict", "3"], ("DELETE", "/ring/slots/3", {}, None)),
+        (["--keep", "1", "60", "--ring", "r1"], ("PUT", "/ring/slots/1", {"ring": "r1"}, 60.0)),
+    ],
+)
+def test_slots_are_evicted_and_kept_by_hand(
+    fake: FakeServer,
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    asked: tuple[str, str, dict[str, str], float | None],
+) -> None:
+    seen: list[tuple[str, str, dict[str, str], float | None]] = []
+
+    def change(
+        _: Client, method: str, path: str, query: dict[str, str], body: Json | None = None
+    ) -> Json:
+        seen.append((method, path, query, None if body is None else body["keep_s"]))
+        return {}
+
+    monkeypatch.setattr(Client, "change", change)
+    assert cli.run(["status", "--url", fake.url, *options]) == 0
+    assert seen == [asked]

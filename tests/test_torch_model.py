@@ -188,7 +188,7 @@ def check_schedules(blocks: Chain, vocabulary: int, count: int, seed: int) -> No
     threads = torch.get_num_threads()
     try:
         rng = random.Random(seed)
-        tokens = rng.choices(range(min(vocabulary, 1000)), k=585)
+        tokens = rng.choices(range(min(vocabulary, 1000)), k=570)
         prefix = 498
         spoil(blocks, seed)
         for at in range(0, prefix, 83):
@@ -222,11 +222,12 @@ def spoil_tail(blocks: Chain, prefix: int, seed: int) -> None:
 
 
 @pytest.mark.model
+@pytest.mark.timeout(900)  # 190 s at a load of 9 on 2 cores
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_real_model_is_bit_equal_on_random_schedules(source: Source, dtype: torch.dtype) -> None:
     blocks = chain(source, (0, 30), slots=4, capacity=1024, dtype=dtype)
     assert blocks.blocks[0].info.kernel.startswith("exact;"), blocks.blocks[0].info.kernel
-    check_schedules(blocks, source.vocabulary, 5, seed=1)
+    check_schedules(blocks, source.vocabulary, 2, seed=1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -237,7 +238,7 @@ def test_families_are_bit_equal_on_random_schedules(
     source = open_model(write_directory(tmp_path, reference(case)))
     blocks = chain(source, (0, 2, 6), slots=4, capacity=1024, dtype=dtype)
     assert blocks.blocks[0].info.kernel.startswith("exact;"), blocks.blocks[0].info.kernel
-    check_schedules(blocks, VOCABULARY, 6, seed=2)
+    check_schedules(blocks, VOCABULARY, 3, seed=2)
 
 
 def test_a_failed_probe_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

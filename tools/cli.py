@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import importlib
 import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from tools import bench
+from tools import bench, options
 from tools.errors import USAGE, ToolError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -29,43 +28,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench.app, name="bench")
-
-
-class Dtype(StrEnum):
-    """Precision of weights and KV rows."""
-
-    BFLOAT16 = "bfloat16"
-    FLOAT32 = "float32"
-
-
-class DrafterKind(StrEnum):
-    """How next tokens are guessed ahead."""
-
-    OFF = "off"
-    LOOKUP = "lookup"
-
-
-class Payloads(StrEnum):
-    """How much of the activations a frame log keeps."""
-
-    NONE = "none"
-    DIGEST = "digest"
-    FULL = "full"
-
-
-Http = Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the HTTP API listens.")]
-ApiKey = Annotated[str | None, typer.Option(metavar="KEY", help="Bearer token of the HTTP API.")]
-ApiKeyFile = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="API keys, one NAME:KEY or NAME:HASH a line; see apikey."),
-]
-WithParent = Annotated[
-    bool, typer.Option("--with-parent", hidden=True, help="End when standard input ends.")
-]
-Record = Annotated[Path | None, typer.Option(metavar="DIR", help="Write frame logs there.")]
-RecordPayloads = Annotated[Payloads, typer.Option(help="What the logs keep of activations.")]
-RingFile = Annotated[Path, typer.Option(metavar="FILE", help="ring.toml of this ring.")]
-Url = Annotated[str, typer.Option(metavar="URL", help="The kvring server.")]
 
 
 def main() -> None:
@@ -127,57 +89,47 @@ def _command(name: str) -> Any:
 
 @app.command()
 def up(
+    context: typer.Context,
     *,
-    model: Annotated[
-        str, typer.Option(metavar="NAME|DIR|FILE.gguf", help='Model to serve; "toy" needs no file.')
-    ] = "smollm2-135m",
-    stages: Annotated[int, typer.Option(min=1, max=256, help="Stage processes.")] = 3,
-    slots: Annotated[int, typer.Option(min=1, help="Conversations kept resident.")] = 4,
-    max_model_len: Annotated[
-        int | None, typer.Option(min=1, help="Tokens per slot [default: what the model allows].")
-    ] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Precision of weights and KV.")] = Dtype.BFLOAT16,
-    drafter: Annotated[
-        DrafterKind, typer.Option(help="How next tokens are guessed ahead.")
-    ] = DrafterKind.LOOKUP,
-    http: Http = "127.0.0.1:8000",
-    served_model_name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Model name in the API [default: --model].")
-    ] = None,
-    api_key: ApiKey = None,
-    record: Record = None,
-    record_payloads: RecordPayloads = Payloads.NONE,
+    model: options.Model = "smollm2-135m",
+    stages: options.Stages = 3,
+    slots: options.Slots = 4,
+    max_model_len: options.MaxModelLen = None,
+    dtype: options.Precision = options.Dtype.BFLOAT16,
+    threads: options.Threads = None,
+    drafter: options.Drafter = options.DrafterKind.LOOKUP,
+    rings: options.Rings = 1,
+    park_mb: options.ParkMb = 0,
+    idle_ttl_s: options.IdleTtl = 0.0,
+    verify_share: options.VerifyShare = 0.0,
+    http: options.Http = "127.0.0.1:8000",
+    served_model_name: options.ServedModelName = None,
+    api_key: options.ApiKey = None,
+    record: options.Record = None,
+    record_payloads: options.RecordPayloads = options.Payloads.NONE,
+    delay_ms: options.Delay = 0.0,
+    jitter_ms: options.Jitter = 0.0,
+    mbit: options.Mbit = 0.0,
+    draft_depth: options.DraftDepth = None,
+    draft_tokens: options.DraftTokens = None,
 ) -> int:
     """Run a whole ring on this machine, with its HTTP API. Ctrl-C ends all of it."""
     _check_address(http)
-    return _code(
-        _command("up.run_up")(
-            model=model,
-            stages=stages,
-            slots=slots,
-            max_model_len=max_model_len,
-            dtype=dtype.value,
-            drafter=drafter.value,
-            http=http,
-            served_model_name=served_model_name,
-            api_key=api_key,
-            record=record,
-            record_payloads=record_payloads.value,
-        )
-    )
+    wanted = {name: getattr(value, "value", value) for name, value in context.params.items()}
+    return _code(_command("up.run_up")(**wanted))
 
 
 @app.command()
 def stage(
     *,
-    ring: RingFile,
+    ring: options.RingFile,
     name: Annotated[str, typer.Option(metavar="NAME", help="Which [[stage]] of the file to run.")],
     device: Annotated[
         str | None, typer.Option(metavar="DEVICE", help="cpu, cuda:0, … [default: ring.toml's].")
     ] = None,
-    record: Record = None,
-    record_payloads: RecordPayloads = Payloads.NONE,
-    with_parent: WithParent = False,
+    record: options.Record = None,
+    record_payloads: options.RecordPayloads = options.Payloads.NONE,
+    with_parent: options.WithParent = False,
 ) -> int:
     """Run one stage of a ring on this machine."""
     _check_file(ring)
@@ -196,15 +148,15 @@ def stage(
 @app.command()
 def coord(
     *,
-    ring: RingFile,
+    ring: options.RingFile,
     http: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="HTTP address [default: ring.toml's].")
     ] = None,
-    api_key: ApiKey = None,
-    api_key_file: ApiKeyFile = None,
-    record: Record = None,
-    record_payloads: RecordPayloads = Payloads.NONE,
-    with_parent: WithParent = False,
+    api_key: options.ApiKey = None,
+    api_key_file: options.ApiKeyFile = None,
+    record: options.Record = None,
+    record_payloads: options.RecordPayloads = options.Payloads.NONE,
+    with_parent: options.WithParent = False,
 ) -> int:
     """Run the coordinator of a ring, with the HTTP API."""
     _check_file(ring)
@@ -226,8 +178,8 @@ def coord(
 @app.command()
 def chat(
     *,
-    url: Url = DEFAULT_URL,
-    api_key: ApiKey = None,
+    url: options.Url = DEFAULT_URL,
+    api_key: options.ApiKey = None,
     model: Annotated[
         str | None, typer.Option(metavar="NAME", help="[default: the server's first model]")
     ] = None,
@@ -253,8 +205,8 @@ def chat(
 @app.command()
 def status(
     *,
-    url: Url = DEFAULT_URL,
-    api_key: ApiKey = None,
+    url: options.Url = DEFAULT_URL,
+    api_key: options.ApiKey = None,
     json: Annotated[bool, typer.Option("--json", help="The server's JSON as it is.")] = False,
     preview: Annotated[
         bool, typer.Option("--preview", help="Show the first words of what is resident.")

@@ -76,6 +76,7 @@ async def _stage(
         lambda progress: load_model(config, ring, spec, device or spec.device, progress),
         incarnation,
         recorder,
+        config.emulate,
     )
     try:
         await run_stage(worker, incarnation, stop)
@@ -102,7 +103,8 @@ def run_coord(
     keys = _api_keys(api_key, api_key_file)
     listener = listen(http or config.coordinator.http)
     with listener, _recorder("coordinator", "coord", incarnation, record, record_payloads) as log:
-        return asyncio.run(_coord(config, listener, keys, incarnation, log, with_parent))
+        folder = record or Path("logs")
+        return asyncio.run(_coord(config, listener, keys, incarnation, log, folder, with_parent))
 
 
 async def _coord(
@@ -111,6 +113,7 @@ async def _coord(
     api_keys: tuple[Key, ...],
     incarnation: int,
     recorder: Recorder | None,
+    folder: Path,
     with_parent: bool,
 ) -> int:
     from coord.coordinator import Coordinator
@@ -122,7 +125,7 @@ async def _coord(
         tokenizer = await asyncio.to_thread(load_tokenizer, config.model.path)
     except (ValueError, OSError) as error:
         raise ToolError(f"tokenizer: {error}") from None
-    coordinator = Coordinator(config, incarnation, tokenizer.vocabulary, recorder)
+    coordinator = Coordinator(config, incarnation, tokenizer.vocabulary, recorder, folder)
     try:
         await coordinator.open()
     except LinkError as error:

@@ -127,8 +127,9 @@ def _parked(ring: Json, painter: Painter) -> list[str]:
 
 
 def _preview(item: Json) -> str:
-    """The first words, on one line."""
-    return " ".join(str(item.get("preview") or "").split())
+    """The first words on one line, without characters that would steer the terminal."""
+    text = str(item.get("preview") or "")
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
 def _stage(stage: Json) -> list[str]:

@@ -37,6 +37,7 @@ from transport.config import (
     dumps,
     loads,
 )
+from transport.emulate import Emulate
 
 STOP_S = 10.0  # for a process to end after SIGTERM; then it is killed
 POLL_S = 0.1
@@ -53,12 +54,22 @@ class Options:
     slots: int
     max_model_len: int | None
     dtype: str
+    threads: int | None
     drafter: str
+    rings: int
+    park_mb: int
+    idle_ttl_s: float
+    verify_share: float
     http: str
     served_model_name: str | None
     api_key: str | None
     record: Path | None
     record_payloads: str
+    delay_ms: float = 0.0
+    jitter_ms: float = 0.0
+    mbit: float = 0.0
+    draft_depth: int | None = None
+    draft_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +157,7 @@ def run_up(**options: object) -> int:
 
 
 def _plan(wanted: Options, folder: Path) -> Config:
-    """One ring on this machine: layers split evenly, links in the run's folder."""
+    """Rings on this machine: layers split evenly, cores shared, links in the run's folder."""
     http = _free_address(wanted.http)
     path, total, longest = _model(wanted.model)
     if wanted.stages > total:
@@ -156,18 +167,21 @@ def _plan(wanted: Options, folder: Path) -> Config:
         raise ToolError(
             f"--max-model-len {length}: the model's context ends at {longest}", code=USAGE
         )
-    threads = max(1, (os.cpu_count() or 1) // wanted.stages)
-    cuts = [total * index // wanted.stages for index in range(wanted.stages + 1)]
-    stages = tuple(
-        Stage(f"s{i}", f"ipc://{folder}/s{i}.sock", (cuts[i], cuts[i + 1]), threads=threads)
-        for i in range(wanted.stages)
-    )
+    threads = wanted.threads or max(1, (os.cpu_count() or 1) // (wanted.stages * wanted.rings))
     name = wanted.served_model_name or (wanted.model if path == TOY else _name(wanted.model))
     return Config(
         Model(path, name, wanted.dtype),
-        (Ring("ring0", f"ipc://{folder}/verdicts.sock", stages),),
-        Coordinator(http, wanted.drafter),
-        Limits(slots=wanted.slots, max_model_len=length),
+        tuple(_ring(wanted, index, total, threads, folder) for index in range(wanted.rings)),
+        Coordinator(
+            http, wanted.drafter, wanted.draft_depth, wanted.draft_tokens, wanted.verify_share
+        ),
+        Limits(
+            slots=wanted.slots,
+            max_model_len=length,
+            idle_ttl_s=wanted.idle_ttl_s,
+            park_bytes=wanted.park_mb * 1_000_000,
+        ),
+        Emulate(wanted.delay_ms, wanted.jitter_ms, wanted.mbit),
     )
 
 
@@ -178,6 +192,18 @@ def _checked(text: str, folder: Path) -> str:
     except ConfigError as error:
         raise ToolError(str(error), code=USAGE) from None
     return text
+
+
+def _ring(wanted: Options, index: int, total: int, threads: int, folder: Path) -> Ring:
+    """Stages s0, s1, ... of the first ring, r1s0, r1s1, ... of the second, and so on."""
+    cuts = [total * i // wanted.stages for i in range(wanted.stages + 1)]
+    names = [f"r{index}s{i}" if index else f"s{i}" for i in range(wanted.stages)]
+    stages = tuple(
+        Stage(name, f"ipc://{folder}/{name}.sock", (cuts[i], cuts[i + 1]), threads=threads)
+        for i, name in enumerate(names)
+    )
+    verdicts = f"r{index}verdicts" if index else "verdicts"
+    return Ring(f"ring{index}", f"ipc://{folder}/{verdicts}.sock", stages)
 
 
 def _free_address(wanted: str) -> str:
@@ -219,7 +245,7 @@ def _start(
         keys.touch(mode=0o600)
         keys.write_text(_key_line(wanted.api_key))
         commands["coordinator"] += ["--api-key-file", str(keys)]
-    for stage in config.rings[0].stages:
+    for stage in [stage for ring in config.rings for stage in ring.stages]:
         commands[stage.name] = ["stage", "--ring", str(file), "--name", stage.name]
     for name, arguments in commands.items():
         log = file.parent / f"{name}.log"
@@ -275,8 +301,10 @@ def _wait_ready(config: Config, children: list[Child]) -> None:
 
 def _greet(wanted: Options, config: Config) -> None:
     url = f"http://{config.coordinator.http}"
-    ring = config.rings[0]
-    layers = ", ".join(f"{s.name} [{s.layers[0]}, {s.layers[1]})" for s in ring.stages)
+    layers = "; ".join(
+        ", ".join(f"{s.name} [{s.layers[0]}, {s.layers[1]})" for s in ring.stages)
+        for ring in config.rings
+    )
     body = {
         "model": config.model.name,
         "messages": [{"role": "user", "content": "Say hello."}],
@@ -287,6 +315,12 @@ def _greet(wanted: Options, config: Config) -> None:
     print(
         f"  stages: {layers}; {config.limits.slots} slots of {config.limits.max_model_len} tokens"
     )
+    if config.emulate.on:
+        link = config.emulate
+        print(
+            f"  every link is made slower: {link.delay_ms:g} ms one way, "
+            f"up to {link.jitter_ms:g} ms more, {f'{link.mbit:g}' if link.mbit else 'any'} Mbit/s"
+        )
     print(
         f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' "
         f"-d '{json.dumps(body)}'"

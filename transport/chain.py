@@ -16,6 +16,7 @@ from struct import Struct, pack, unpack
 
 DIGEST_BYTES = 16
 TOKEN_BYTES = 4
+GALLOP_TOKENS = 16  # of the first compare; then twice as many, and so on
 _TOKEN = Struct("<I")
 _LENGTH = Struct("<Q")
 
@@ -94,15 +95,28 @@ class Chain:
         stop = len(self._tokens) if end is None else end * TOKEN_BYTES
         return unpack_tokens(self._tokens[start * TOKEN_BYTES : stop])
 
-    def common(self, packed: bytes | bytearray, root: bytes) -> int:
+    def starts_with(self, packed: bytes | bytearray) -> bool:
+        """True when these packed tokens are its first ones; one memory compare."""
+        return self._tokens.startswith(packed)
+
+    def common(self, packed: bytes | bytearray, root: bytes, start: int = 0) -> int:
         """Length of the longest common prefix with packed token ids (see `pack_tokens`).
 
-        0 under another root. Binary search over memory compares: about 1 us per 8,000 tokens.
+        0 under another root. start: they are known to agree so far. Steps that double, then halve,
+        over memory compares: 0.3 us where they differ at once, 10 us for 8,000 equal tokens.
         """
         if root != self.root:
             return 0
         mine, theirs = self._tokens, packed  # slices are copied and compared by memcmp
-        low, high = 0, min(len(mine), len(theirs)) // TOKEN_BYTES
+        end = min(len(mine), len(theirs)) // TOKEN_BYTES
+        low, step = start, GALLOP_TOKENS
+        while low < end:
+            high = min(end, low + step)
+            first, last = low * TOKEN_BYTES, high * TOKEN_BYTES
+            if mine[first:last] != theirs[first:last]:
+                break
+            low, step = high, 2 * step
+        high = min(end, low + step) - 1  # the last place where they may still agree
         while low < high:
             middle = (low + high + 1) // 2
             first, last = low * TOKEN_BYTES, middle * TOKEN_BYTES

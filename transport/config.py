@@ -8,16 +8,17 @@ See docs/ring-toml.md for every key.
 from __future__ import annotations
 
 import difflib
-import math
 import os
 import re
 import tomllib
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 from transport.codec import MAX_PAYLOAD_BYTES, MAX_STAGES
+from transport.emulate import Emulate
 from transport.toml_lines import key_lines
+from transport.toml_text import pairs
 
 TOY = "toy"
 DTYPES = ("bfloat16", "float32")
@@ -52,10 +53,18 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Coordinator:
-    """http: host:port of the HTTP API. drafter: how next tokens are guessed, see DRAFTERS."""
+    """http: host:port of the HTTP API. drafter: how next tokens are guessed, see DRAFTERS.
+
+    draft_depth: most verify frames of a turn in flight; draft_tokens: most drafts of one frame;
+    None for as many as pay. verify_share: of the warm turns, run again cold in idle time and
+    compared; 0 for none.
+    """
 
     http: str = "127.0.0.1:8000"
     drafter: str = "lookup"
+    draft_depth: int | None = None
+    draft_tokens: int | None = None
+    verify_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +153,7 @@ class Config:
     rings: tuple[Ring, ...]
     coordinator: Coordinator = Coordinator()
     limits: Limits = field(default_factory=Limits)
+    emulate: Emulate = field(default_factory=Emulate)
 
     def find(self, stage: str) -> tuple[Ring, Stage]:
         """The stage of that name and its ring. Raises KeyError whose text lists the names."""
@@ -185,6 +195,7 @@ def loads(text: str, *, folder: str | os.PathLike[str] = ".", file: str = "ring.
         model=_model(top.table("model")),
         coordinator=_coordinator(top.table("coordinator", required=False)),
         limits=_limits(top.table("limits", required=False)),
+        emulate=_emulate(top.table("emulate", required=False)),
         rings=tuple([_ring(table) for table in top.tables("ring", MAX_RINGS)]),
     )
     top.finish()
@@ -194,14 +205,14 @@ def loads(text: str, *, folder: str | os.PathLike[str] = ".", file: str = "ring.
 
 def dumps(config: Config) -> str:
     """The text of a ring.toml that loads as `config`; what equals the default is left out."""
-    lines = ["[model]", *_pairs(config.model)]
-    for name, part in (("coordinator", config.coordinator), ("limits", config.limits)):
-        pairs = _pairs(part)
-        lines += ["", f"[{name}]", *pairs] if pairs else []
+    lines = ["[model]", *pairs(config.model)]
+    for name in ("coordinator", "limits", "emulate"):
+        found = pairs(getattr(config, name))
+        lines += ["", f"[{name}]", *found] if found else []
     for ring in config.rings:
-        lines += ["", "[[ring]]", *_pairs(ring)]
+        lines += ["", "[[ring]]", *pairs(ring)]
         for stage in ring.stages:
-            lines += ["", "[[ring.stage]]", *_pairs(stage)]
+            lines += ["", "[[ring.stage]]", *pairs(stage)]
     return "\n".join(lines) + "\n"
 
 
@@ -255,11 +266,13 @@ class _Table:
             self.fail(f"must be from {low} to {high}, not {value}", key)
         return value
 
-    def seconds(self, key: str, low: float, high: float, default: float) -> float:
-        """Seconds in [low, high]."""
+    def seconds(
+        self, key: str, low: float, high: float, default: float, unit: str = " seconds"
+    ) -> float:
+        """Seconds (or what `unit` says) in [low, high]."""
         value: float = self.take(key, float, default)
         if not low <= value <= high:
-            self.fail(f"must be from {low:g} to {high:g} seconds, not {value:g}", key)
+            self.fail(f"must be from {low:g} to {high:g}{unit}, not {value:g}", key)
         return value
 
     def name(self, key: str) -> str:
@@ -347,8 +360,24 @@ def _coordinator(table: _Table) -> Coordinator:
     drafter = table.take("drafter", str, Coordinator().drafter)
     if drafter not in DRAFTERS:
         table.fail(f"must be one of {', '.join(DRAFTERS)}, not {_shown(drafter)}", "drafter")
+    depth = table.integer("draft_depth", 1, 64, None)
+    tokens = table.integer("draft_tokens", 0, 64, None)
+    share = table.take("verify_share", float, 0.0)
+    if not 0.0 <= share <= 1.0:
+        table.fail(f"must be from 0 to 1, not {share:g}", "verify_share")
     table.finish()
-    return Coordinator(http, drafter)
+    return Coordinator(http, drafter, depth, tokens, share)
+
+
+def _emulate(table: _Table) -> Emulate:
+    emulate = Emulate(
+        delay_ms=table.seconds("delay_ms", 0, 60_000, 0.0, ""),
+        jitter_ms=table.seconds("jitter_ms", 0, 60_000, 0.0, ""),
+        mbit=table.seconds("mbit", 0, 1e6, 0.0, ""),
+        seed=table.integer("seed", 0, 1 << 62, 0),
+    )
+    table.finish()
+    return emulate
 
 
 def _limits(table: _Table) -> Limits:
@@ -448,34 +477,3 @@ def _unique(config: Config, top: _Table) -> None:
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _pairs(part: Any) -> list[str]:
-    pairs = []
-    for each in fields(part):
-        value = getattr(part, each.name)
-        if value is None or each.name == "stages" or value == each.default:
-            continue
-        pairs.append(f"{each.name} = {_toml(value)}")
-    return pairs
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, tuple):
-        return "[" + ", ".join(_toml(each) for each in value) + "]"
-    if isinstance(value, float):
-        assert math.isfinite(value), value
-        return repr(value)
-    if isinstance(value, int):
-        return str(value)
-    return '"' + "".join(_escaped(each) for each in value) + '"'
-
-
-def _escaped(character: str) -> str:
-    if character in '"\\':
-        return "\\" + character
-    if ord(character) < 32 or ord(character) == 127:
-        return f"\\u{ord(character):04x}"
-    return character

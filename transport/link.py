@@ -13,8 +13,8 @@ msg_received stops the reader, and close() while reading is paused leaves a stal
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
-import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,7 +24,9 @@ from typing import Any, TypeAlias
 import aiozmq
 import zmq
 
+from transport.address import listening, numeric
 from transport.codec import MAX_HEADER_BYTES, MAX_PARTS, MAX_PAYLOAD_BYTES
+from transport.emulate import Air, Deliver, Emulate, Line
 from transport.frame import Buffer, Envelope, Frame
 from transport.numbering import Inbox, LinkCounts, OnDrop, Outbox
 
@@ -78,7 +80,8 @@ class PushLink:
     address: the peer's, "tcp://host:port" or "ipc://path"; it need not be up yet. sender names this
     socket and must be unique among the senders of that peer (a stage's heartbeats leave through
     another socket than its frames: "s0/control" and "s0"); incarnation is the process's random
-    63-bit life number. Raises LinkError for an address that is none.
+    63-bit life number. emulate: frames take their time, and the thread that delivers them owns the
+    socket from then on. Raises LinkError for an address that is none.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class PushLink:
         timeout_s: float = SEND_TIMEOUT_S,
         max_bytes: int = MAX_PAYLOAD_BYTES,
         security: Security | None = None,
+        emulate: Emulate | None = None,
     ) -> None:
         self.address = address
         self._timeout_s = timeout_s
@@ -102,6 +106,7 @@ class PushLink:
         except zmq.ZMQError as error:
             self._socket.close()
             raise _explain("connect to", address, error) from None
+        self._air = _air(emulate, sender, self._land)
 
     def send(self, frame: Frame) -> Envelope:
         """Send one frame; hand over fresh bytes, large ones are not copied.
@@ -110,6 +115,13 @@ class PushLink:
         timeout_s (the frame is then neither sent nor numbered), FrameError when it is too large.
         """
         parts = self._outbox.pack(frame)
+        if self._air is None:
+            self._write(parts)
+        elif not self._air.put(parts):
+            raise _behind(self.address)
+        return self._outbox.sent()
+
+    def _write(self, parts: Sequence[Buffer]) -> None:
         try:
             for part in parts[:-1]:
                 self._socket.send(part, zmq.SNDMORE)
@@ -119,10 +131,15 @@ class PushLink:
                 errno.ETIMEDOUT,
                 f"{self.address} took no frame for {self._timeout_s:g} s; is that process running?",
             ) from None
-        return self._outbox.sent()
+
+    def _land(self, parts: Sequence[Buffer]) -> None:
+        with contextlib.suppress(LinkError):  # its sender is far on; the receiver sees the gap
+            self._write(parts)
 
     def close(self, linger_s: float = 0.0) -> None:
         """Close; frames not yet handed to the network get linger_s, then they are lost."""
+        if self._air is not None:
+            self._air.close(land=linger_s > 0)
         self._socket.close(linger=round(linger_s * 1000))
 
 
@@ -230,10 +247,14 @@ class AsyncPull:
 class AsyncPush:
     """The sending end in an event loop; made by open_push."""
 
-    def __init__(self, protocol: _Protocol, outbox: Outbox, address: str) -> None:
+    def __init__(
+        self, protocol: _Protocol, outbox: Outbox, address: str, emulate: Emulate | None
+    ) -> None:
         self._protocol = protocol
         self._outbox = outbox
         self.address = address
+        self._loop = asyncio.get_running_loop()
+        self._air = _air(emulate, outbox.next.sender, self._land)
 
     def send(self, frame: Frame) -> Envelope:
         """Send one frame without waiting; hand over fresh bytes, they may be kept by reference.
@@ -242,15 +263,28 @@ class AsyncPush:
         has fallen HWM_FRAMES behind (the frame is then neither sent nor numbered), FrameError when
         it is too large.
         """
-        transport = self._protocol.transport
+        self._check()
+        parts = self._outbox.pack(frame)
+        if self._air is None:
+            self._protocol.transport.write(parts)
+        elif not self._air.put(parts):
+            raise _behind(self.address)
+        return self._outbox.sent()
+
+    def _check(self) -> None:
         if self._protocol.lost.done():
             raise LinkError(errno.EPIPE, f"the link to {self.address} is closed")
-        if transport.get_write_buffer_size() > 0:  # aiozmq would queue without a bound
-            raise LinkError(
-                errno.ENOBUFS, f"{self.address} is {HWM_FRAMES} frames behind; is it running?"
-            )
-        transport.write(self._outbox.pack(frame))
-        return self._outbox.sent()
+        if self._protocol.transport.get_write_buffer_size() > 0:  # aiozmq would queue unbounded
+            raise _behind(self.address)
+
+    def _land(self, parts: Sequence[Buffer]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody closed the link
+            self._loop.call_soon_threadsafe(self._write_late, parts)
+
+    def _write_late(self, parts: Sequence[Buffer]) -> None:
+        with contextlib.suppress(LinkError):  # its sender is far on; the receiver sees the gap
+            self._check()
+            self._protocol.transport.write(parts)
 
     async def wait(self) -> None:
         """Return when the link is closed; raise what the socket raised."""
@@ -258,6 +292,9 @@ class AsyncPush:
 
     async def close(self, linger_s: float = 0.0) -> None:
         """Close; frames not yet handed to the network get linger_s, then they are lost."""
+        if self._air is not None:
+            self._air.close(land=linger_s > 0)
+            await asyncio.sleep(0)  # let what has landed be written
         await self._protocol.close(linger_s)
 
 
@@ -302,6 +339,7 @@ async def open_push(
     max_bytes: int = MAX_PAYLOAD_BYTES,
     security: Security | None = None,
     on_peer: OnPeer | None = None,
+    emulate: Emulate | None = None,
 ) -> AsyncPush:
     """Connect a PUSH socket in the running loop; see PushLink for the parameters and errors."""
     raw = _socket(zmq.PUSH, address, max_bytes, security)
@@ -311,7 +349,15 @@ async def open_push(
     except zmq.ZMQError as error:
         await protocol.close()
         raise _explain("connect to", address, error) from None
-    return AsyncPush(protocol, Outbox(sender, incarnation, max_bytes), address)
+    return AsyncPush(protocol, Outbox(sender, incarnation, max_bytes), address, emulate)
+
+
+def _air(emulate: Emulate | None, sender: str, deliver: Deliver) -> Air | None:
+    return Air(Line(emulate, sender), deliver) if emulate is not None and emulate.on else None
+
+
+def _behind(address: str) -> LinkError:
+    return LinkError(errno.ENOBUFS, f"{address} is {HWM_FRAMES} frames behind; is it running?")
 
 
 class _Protocol(aiozmq.ZmqProtocol):  # type: ignore[misc]
@@ -410,35 +456,14 @@ def _socket(
 def _bind(raw: zmq.Socket[bytes], address: str, *, last: bool) -> bool:
     """Bind; False when the address is in use and there is time to try again."""
     try:
-        if address.startswith("ipc://") and _listening(address.removeprefix("ipc://")):
+        if address.startswith("ipc://") and listening(address.removeprefix("ipc://")):
             raise zmq.ZMQError(errno.EADDRINUSE)  # libzmq would take the path from its owner
-        raw.bind(_numeric(address))
+        raw.bind(numeric(address))
     except zmq.ZMQError as error:
         if error.errno == errno.EADDRINUSE and not last:
             return False
         raise _explain("bind", address, error) from None
     return True
-
-
-def _listening(path: str) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(path)
-        except OSError:
-            return False
-    return True
-
-
-def _numeric(address: str) -> str:
-    """Numeric form of a host name: libzmq binds to numeric addresses and interfaces only."""
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    if not address.startswith("tcp://") or not host or host == "*" or host.startswith("["):
-        return address
-    try:
-        found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
-    except OSError:
-        return address  # libzmq may know it as an interface; if not, its error is explained
-    return f"tcp://{found[0][4][0]}:{port}"
 
 
 def _explain(action: str, address: str, error: zmq.ZMQError) -> LinkError:

@@ -135,12 +135,16 @@ def derive_salt(tenant: bytes, cache_salt: str | None) -> bytes:
     return tenant_tag(tenant) + _digest(32, b"kvring-salt", tenant, (cache_salt or "").encode())
 
 
-def derive_hint(tenant: bytes, session: str | None) -> str:
-    """The scheduler's name for a client's session: 32 characters, or "" where it gave none."""
+def derive_hint(tenant: bytes, session: str | None, opening: str = "") -> str:
+    """The scheduler's name for a client's session: 32 characters, or "" where it gave none.
+
+    opening: how the conversation begins. Clients give one name to many conversations, and those
+    must not overwrite each other as branches of one would.
+    """
     if session is None:
         return ""
-    data = session.encode("utf-8", "surrogatepass")
-    return _digest(16, b"kvring-hint", tenant, data).hex()
+    parts = (text.encode("utf-8", "surrogatepass") for text in (session, opening))
+    return _digest(16, b"kvring-hint", tenant, *parts).hex()
 
 
 def owns(tenant: bytes, salt: bytes) -> bool:

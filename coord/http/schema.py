@@ -235,6 +235,13 @@ class ChatRequest(Common):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
 
+    @property
+    def opening(self) -> str:
+        """The conversation up to its first user message: what no later turn of it changes."""
+        roles = [message.role for message in self.messages]
+        count = roles.index("user") + 1 if "user" in roles else 1
+        return json.dumps([message.plain() for message in self.messages[:count]])
+
     @model_validator(mode="after")
     def _top_needs_logprobs(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:

@@ -1,0 +1,87 @@
+"""Owns the options of the command line that are long to say: their types, bounds and help."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class Dtype(StrEnum):
+    """Precision of weights and KV rows."""
+
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
+
+
+class DrafterKind(StrEnum):
+    """How next tokens are guessed ahead."""
+
+    OFF = "off"
+    LOOKUP = "lookup"
+
+
+class Payloads(StrEnum):
+    """How much of the activations a frame log keeps."""
+
+    NONE = "none"
+    DIGEST = "digest"
+    FULL = "full"
+
+
+Http = Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the HTTP API listens.")]
+ApiKey = Annotated[str | None, typer.Option(metavar="KEY", help="Bearer token of the HTTP API.")]
+ApiKeyFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="API keys, one NAME:KEY or NAME:HASH a line; see apikey."),
+]
+WithParent = Annotated[
+    bool, typer.Option("--with-parent", hidden=True, help="End when standard input ends.")
+]
+Record = Annotated[Path | None, typer.Option(metavar="DIR", help="Write frame logs there.")]
+RecordPayloads = Annotated[Payloads, typer.Option(help="What the logs keep of activations.")]
+RingFile = Annotated[Path, typer.Option(metavar="FILE", help="ring.toml of this ring.")]
+Url = Annotated[str, typer.Option(metavar="URL", help="The kvring server.")]
+Model = Annotated[
+    str, typer.Option(metavar="NAME|DIR|FILE.gguf", help='Model to serve; "toy" needs no file.')
+]
+Stages = Annotated[int, typer.Option(min=1, max=256, help="Stage processes.")]
+Slots = Annotated[int, typer.Option(min=1, help="Conversations kept resident.")]
+MaxModelLen = Annotated[
+    int | None, typer.Option(min=1, help="Tokens per slot [default: what the model allows].")
+]
+Precision = Annotated[Dtype, typer.Option(help="Precision of weights and KV.")]
+Threads = Annotated[
+    int | None, typer.Option(min=1, help="Per stage [default: the cores, shared out].")
+]
+Drafter = Annotated[DrafterKind, typer.Option(help="How next tokens are guessed ahead.")]
+Rings = Annotated[int, typer.Option(min=1, max=64, help="Rings; each holds the whole model.")]
+ParkMb = Annotated[
+    int, typer.Option(min=0, help="Host memory (MB) per stage for evicted conversations.")
+]
+IdleTtl = Annotated[
+    float, typer.Option(min=0.0, help="Free what nobody used for so long; 0 for never.")
+]
+VerifyShare = Annotated[
+    float, typer.Option(min=0.0, max=1.0, help="Warm turns run again cold when idle.")
+]
+ServedModelName = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Model name in the API [default: --model].")
+]
+Delay = Annotated[
+    float, typer.Option(min=0, max=60_000, help="Every link takes so much longer, one way.")
+]
+Jitter = Annotated[
+    float, typer.Option(min=0, max=60_000, help="And up to so much more, at random.")
+]
+Mbit = Annotated[
+    float, typer.Option(min=0, max=1e6, help="Every link carries so much, 0 for no limit.")
+]
+DraftDepth = Annotated[
+    int | None, typer.Option(min=1, max=64, hidden=True, help="Verify frames in flight.")
+]
+DraftTokens = Annotated[
+    int | None, typer.Option(min=0, max=64, hidden=True, help="Drafts of one frame.")
+]
