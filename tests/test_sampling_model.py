@@ -6,7 +6,7 @@ earlier one left, so each begins cold.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import cast
 
 import pytest
@@ -24,23 +24,24 @@ from transport.frame import GREEDY, Sampling, Shaping
 pytestmark = pytest.mark.model
 
 LAYERS, SLOTS, ROWS = 30, 3, 512
-COUNT = 24
+COUNT = 16
 JSON = (
     'Call the tool once for each row, with these arguments.\n{"name": "set_cell", "arguments": '
     '{"row": 1, "column": "A", "value": "x"}}\n{"name": "set_cell", "arguments": {"row": 2, '
     '"column": "A", "value": "x"}}\n{"name": "set_cell", "arguments":'
 )
-SEEDED = Sampling(0.8, 50, 0.95, 0.02, 7)
+SEEDED = Sampling(1.2, 50, 0.95, 0.02, 7)
 SHAPED = Sampling(0.9, seed=3, shaping=Shaping(1.2, 0.4, 0.3, ((28, -5.0),), 12))
 
 
 @pytest.fixture(scope="module")
-def blocks() -> list[TorchModel]:
-    source = open_model(default_model())
-    return [
-        TorchModel(source, cut, slots=SLOTS, capacity=ROWS, dtype=torch.bfloat16)
+def blocks() -> Iterator[list[TorchModel]]:
+    source, threads = open_model(default_model()), torch.get_num_threads()
+    yield [
+        TorchModel(source, cut, slots=SLOTS, capacity=ROWS, dtype=torch.bfloat16, threads=1)
         for cut in ((0, 15), (15, 30))
     ]
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +80,7 @@ def test_case_11_the_same_tokens_drafted_alone_together_cold_and_warm(
     assert warm.admitted[0].matched == len(prompt) - 1
     assert warm.tokens == plain
     if sampling is GREEDY:
-        assert ring.scheduler.totals.drafts_accepted > COUNT
+        assert ring.scheduler.totals.drafts_accepted > COUNT // 2
     if sampling is SHAPED:
         assert len(plain) > 12
 
