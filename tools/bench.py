@@ -16,6 +16,7 @@ from tools.errors import USAGE, ToolError
 
 if TYPE_CHECKING:  # at run time only when a measurement runs: --help must stay quick
     from tools.client import Json
+    from tools.decode import Plan as DecodePlan
     from tools.multiturn import Measurement, Plan
 
 app = typer.Typer(
@@ -82,8 +83,8 @@ def decode(
     delay_ms: Delays = "0,20",
     drafter: Annotated[str, typer.Option(metavar="NAME,NAME", help="Drafters.")] = "off,lookup",
     draft_depth: Annotated[
-        str, typer.Option(metavar="N,N", help="Bounds of frames in flight per turn; 0 for none.")
-    ] = "0",
+        str, typer.Option(metavar="N,N", help="Bounds of frames in flight per turn; - for none.")
+    ] = "-",
     draft_tokens: Annotated[
         str, typer.Option(metavar="N,N", help="Bounds of drafts per frame; - for none.")
     ] = "-",
@@ -100,26 +101,28 @@ def decode(
     Each combination is an arm with a ring of its own (some 2 GB with the default model); arms take
     turns within one run. The first arm has no delay and no drafts; all texts must be its texts.
     """
-    from tools.decode import Plan, as_json, measure, mismatches, rows
-    from tools.decode_report import plot_rows, print_rows, write_json
-    from tools.terminal import ProgressLine
+    from tools.decode import Plan
 
-    depths = tuple(int(n) or None for n in _parts("--draft-depth", draft_depth, "0123456789"))
     plan = Plan(
         model=model,
         stages=stages,
-        delays_ms=tuple(float(n) for n in _parts("--delay-ms", delay_ms, "0123456789.")),
+        delays_ms=tuple(map(float, _parts("--delay-ms", delay_ms, "0123456789."))),
         drafters=tuple(_parts("--drafter", drafter)),
-        depths=depths,
-        draft_tokens=tuple(
-            None if n == "-" else int(n)
-            for n in _parts("--draft-tokens", draft_tokens, "0123456789-")
-        ),
+        depths=_bounds("--draft-depth", draft_depth),
+        draft_tokens=_bounds("--draft-tokens", draft_tokens),
         classes=tuple(_parts("--classes", classes)),
-        concurrency=tuple(int(n) for n in _parts("--concurrency", concurrency, "0123456789")),
+        concurrency=tuple(map(int, _parts("--concurrency", concurrency, "0123456789"))),
         max_tokens=max_tokens,
         rounds=rounds,
     )
+    return _decode(plan, out)
+
+
+def _decode(plan: DecodePlan, out: Path) -> int:
+    from tools.decode import as_json, measure, mismatches, rows
+    from tools.decode_report import plot_rows, print_rows, write_json
+    from tools.terminal import ProgressLine
+
     line = ProgressLine(sys.stderr)
     try:
         cells = measure(plan, out, line.show)
@@ -135,7 +138,7 @@ def decode(
         "cells": [as_json(cell) for cell in cells],
     }
     write_json(out / "decode.json", body)
-    plot_rows(out / "decode.png", f"{model}: {stages} stages, {rounds} rounds", table)
+    plot_rows(out / "decode.png", f"{plan.model}: {plan.stages} stages", table)
     if different:
         raise ToolError(
             f"{len(different)} of {len(cells)} cells have other texts than the reference, first in "
@@ -210,6 +213,14 @@ def _parts(option: str, text: str, characters: str = "") -> list[str]:
     if not found or any(characters and set(part) - set(characters) for part in found):
         raise ToolError(f"{option} {text}: must be values separated by commas", code=USAGE)
     return found
+
+
+def _bounds(option: str, text: str) -> tuple[int | None, ...]:
+    """Bounds of drafts; "-" is none."""
+    parts = _parts(option, text, "0123456789-")
+    if any("-" in part and part != "-" for part in parts):
+        raise ToolError(f"{option} {text}: must be numbers, or - for none", code=USAGE)
+    return tuple(None if part == "-" else int(part) for part in parts)
 
 
 def _is_number(value: object) -> bool:

@@ -33,6 +33,8 @@ def own_server(arguments: list[str], log: Path) -> Iterator[str]:
     address = f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "tools.cli", "up", "--http", address, *arguments]
     log.parent.mkdir(parents=True, exist_ok=True)
+    # a SIGTERM ends this process as Ctrl-C does: otherwise the server would outlive it
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     with log.open("wb") as sink:
         process = subprocess.Popen(
             command,
@@ -46,6 +48,7 @@ def own_server(arguments: list[str], log: Path) -> Iterator[str]:
             yield f"http://{address}"
         finally:
             _stop(process)
+            signal.signal(signal.SIGTERM, previous)
 
 
 def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
