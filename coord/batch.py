@@ -5,11 +5,15 @@ Cuts segments off turns; sends nothing and knows no slot's contents.
 
 from __future__ import annotations
 
+import math
+
 from coord.draft import LEAST_SHARE, MAX_DEPTH, MAX_DRAFT, Pace, worthwhile
 from coord.ring import Ring
 from coord.turn import Phase, Turn
 from transport.config import Limits
 from transport.frame import Segment
+
+CHUNK_STEP = 32  # rows
 
 
 def certain(ring: Ring, mine: list[Turn], limits: Limits) -> list[Segment]:
@@ -20,7 +24,8 @@ def certain(ring: Ring, mine: list[Turn], limits: Limits) -> list[Segment]:
     """
     ready = [turn for turn in mine if turn.decoding and turn.ready]
     decodes = any(turn.decoding and turn.phase is Phase.RUNNING for turn in mine)
-    left = limits.shared_chunk_tokens if decodes else limits.chunk_tokens
+    waiting = sum(turn.known - turn.sent for turn in mine if not turn.decoding)
+    left = limits.shared_chunk_tokens if decodes else chunk_rows(ring, waiting, limits)
     prefill: list[Segment] = []
     for turn in mine:
         segment = None if turn.decoding else turn.next_segment(left)
@@ -31,6 +36,20 @@ def certain(ring: Ring, mine: list[Turn], limits: Limits) -> list[Segment]:
     _speculate(ring, ready, rows, alone=len(mine) == 1)
     found = [turn.next_segment(1 + MAX_DRAFT) for turn in ready]
     return [segment for segment in found if segment is not None] + prefill
+
+
+def chunk_rows(ring: Ring, rows: int, limits: Limits) -> int:
+    """Rows of the next prefill frame when `rows` wait: small enough that the stages overlap.
+
+    With chunks of c rows a prefill of n takes (n / c + stages - 1) frames in a row, each of
+    frame_s + c x row_s in the slowest stage; the least is at c = sqrt(n frame_s / (row_s (stages -
+    1))). Rounded up to CHUNK_STEP rows, which exact mode computes at once (docs/exactness.md).
+    """
+    stages = len(ring.spec.stages)
+    if stages == 1 or not ring.row_s or not ring.frame_s:
+        return limits.chunk_tokens
+    best = math.sqrt(rows * ring.frame_s / (ring.row_s * (stages - 1)))
+    return min(limits.chunk_tokens, max(1, math.ceil(best / CHUNK_STEP)) * CHUNK_STEP)
 
 
 def ahead(ring: Ring, mine: list[Turn]) -> list[Segment]:
