@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from coord.draft import LEAST_SHARE, MAX_DEPTH, MAX_DRAFT, Pace, worthwhile
+from coord.draft import LEAST_GAIN, LEAST_SHARE, MAX_DEPTH, MAX_DRAFT, Pace, worthwhile
 from coord.ring import Ring
 from coord.turn import Phase, Turn
 from transport.config import Limits
@@ -33,7 +33,7 @@ def certain(ring: Ring, mine: list[Turn], limits: Limits) -> list[Segment]:
             prefill.append(segment)
             left -= len(segment.tokens)
     rows = len(ready) + sum(len(segment.tokens) for segment in prefill)
-    _speculate(ring, ready, rows, alone=len(mine) == 1)
+    _speculate(ring, ready, _worthwhile(ring, ready, rows, alone=len(mine) == 1))
     found = [turn.next_segment(1 + MAX_DRAFT) for turn in ready]
     return [segment for segment in found if segment is not None] + prefill
 
@@ -53,9 +53,10 @@ def chunk_rows(ring: Ring, rows: int, limits: Limits) -> int:
 
 
 def ahead(ring: Ring, mine: list[Turn]) -> list[Segment]:
-    """A frame of guesses alone, behind a turn's frames in flight; the likeliest turn first.
+    """A frame of guesses alone, behind the turns' frames in flight.
 
-    Only where the ring would be idle, and for turns whose guess has a fair chance to count.
+    Only where the ring would be idle, for turns whose guess has a fair chance to count; and where
+    several turns share the ring, only if all guesses together come near what their frames give.
     """
     if not ring.room_to_guess():
         return []
@@ -64,16 +65,30 @@ def ahead(ring: Ring, mine: list[Turn]) -> list[Segment]:
         deep = ring.bounds.depth(MAX_DEPTH if _chance(turn) * ring.pipe >= LEAST_SHARE else 1)
         if 0 < turn.ahead < deep:
             guessing.append(turn)
-    _speculate(ring, guessing, 0, alone=len(mine) == 1)
+    alone = len(mine) == 1
+    counts = _worthwhile(ring, guessing, 0, alone=alone)
+    if not alone:
+        decoding = sum(turn.decoding and turn.phase is Phase.RUNNING for turn in mine)
+        gained = sum(
+            turn.acceptance.expected(turn.pending, turn.pending + count)
+            for turn, count in zip(guessing, counts, strict=True)
+        )
+        if gained * len(ring.in_flight) < LEAST_GAIN * decoding:
+            return []
+    _speculate(ring, guessing, counts)
     found = [turn.next_segment(MAX_DRAFT) for turn in guessing]
     return [segment for segment in found if segment is not None]
 
 
-def _speculate(ring: Ring, turns: list[Turn], rows: int, *, alone: bool) -> None:
-    """Append the drafts that pay to the turns' chains."""
+def _worthwhile(ring: Ring, turns: list[Turn], rows: int, *, alone: bool) -> list[int]:
     pace = Pace(ring.frame_s, ring.row_s, ring.link_s, len(ring.spec.stages))
     judged = [(turn.acceptance, turn.pending) for turn in turns]
-    for turn, count in zip(turns, worthwhile(judged, rows, pace, alone=alone), strict=True):
+    return worthwhile(judged, rows, pace, alone=alone)
+
+
+def _speculate(ring: Ring, turns: list[Turn], counts: list[int]) -> None:
+    """Append so many drafts to the turns' chains."""
+    for turn, count in zip(turns, counts, strict=True):
         turn.speculate(ring.bounds.tokens(count))
 
 

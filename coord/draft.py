@@ -17,6 +17,7 @@ MAX_DRAFT = 32  # tokens of one verify segment after its first
 DECAY = 0.8  # of the acceptance counts at each verdict: about the last 5 count
 MAX_DEPTH = 16  # verify frames of one turn in flight
 LEAST_SHARE = 0.2  # of a frame's chance to count x the ring's places: see docs/speculation.md
+LEAST_GAIN = 0.5  # of what the frames in flight give, for guesses that would ride beside them
 
 
 @dataclass(frozen=True, slots=True)

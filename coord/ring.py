@@ -399,7 +399,8 @@ class Ring:
         link_s = max(1e-6, took_s - sum(times))  # it may have queued: only less of it is news
         self.link_s = min(self.link_s or link_s, link_s)
         if rows >= RATE_ROWS:
-            self.row_s = _average(self.row_s, slowest / rows)
+            base_s = min(self.frame_s, slowest / 2)  # what a frame costs before its rows
+            self.row_s = _average(self.row_s, (slowest - base_s) / rows)
         else:
             more_s = min(self.row_s * max(0, rows - ROW_STEP), slowest / 2)
             self.frame_s = _average(self.frame_s, slowest - more_s)
