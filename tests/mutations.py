@@ -52,6 +52,10 @@ WORLDS = [
         (8, 2, 8, 9, 1600),
     )
     for trouble in ("none", "lies", "gaps", "restarts")
+] + [  # the tail's link loses verdicts
+    Plan(103, 3, 2, 1, None, 0, trouble="gaps"),
+    Plan(113, 3, 4, 3, None, 20000, trouble="gaps"),
+    Plan(114, 3, 2, 8, None, 0, trouble="gaps"),
 ]
 
 
@@ -242,6 +246,7 @@ def _(patcher: pytest.MonkeyPatch) -> None:
     def twice(self: Turn, *args: Any) -> None:
         if self.chain is not None and self.committed:
             self.chain.extend(self.chain.tokens(len(self.chain) - 1))
+            self.known += 1
         admit(self, *args)
 
     patcher.setattr(Turn, "admit", twice)

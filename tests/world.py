@@ -95,6 +95,7 @@ class World:
             window_frames=plan.window,
             park_bytes=plan.park,
         )
+        self.texts: list[tuple[int, ...]] = []  # all that was ever prompted and replied
         self.truths: dict[tuple[int, ...], tuple[int, ...]] = {}
         drafters = Random(plan.seed)
         self.ring = MemoryRing(
@@ -171,6 +172,7 @@ class World:
             stopped = bool(truth) and truth[-1] in client.stops
             assert reply.finished == ("stop" if stopped else "length")
         client.history = [*client.prompt, *reply.tokens]
+        self.texts.append(tuple(client.history))
         client.turn = None
 
     # ---- trouble ----
@@ -254,6 +256,13 @@ class World:
         assert not any(self.ring.scheduler.rings["r"].in_flight.values())
         self.ring.audit()
         ledger = self.ring.scheduler.rings["r"].ledger
+        if self.plan.trouble != "lies":
+            for each in (*ledger.slots, *ledger.parked.values()):
+                rows = () if each.chain is None else each.chain.tokens()
+                assert any(text[: len(rows)] == rows for text in self.texts) or not rows, (
+                    "rows that nobody said are resident",
+                    rows,
+                )
         for stage in self.ring.stages:
             assert stage.slots._parked.keys() <= ledger.parked.keys(), "rows without an owner"
 
