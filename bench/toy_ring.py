@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import statistics
 import subprocess
 import sys
@@ -18,9 +19,12 @@ import tempfile
 import time
 from pathlib import Path
 
+import structlog
+
 from coord.actions import Tokens
 from coord.coordinator import Coordinator
 from transport.config import Config, Limits, Model, Ring, Stage, dumps
+from transport.config import Coordinator as CoordinatorConfig
 from transport.frame import Sampling
 
 STAGES = 3
@@ -69,6 +73,7 @@ async def ring(folder: Path, count: int) -> list[float]:
     config = Config(
         Model("toy", "toy"),
         (Ring("ring0", f"ipc://{folder}/verdicts", stages),),
+        CoordinatorConfig(drafter="off"),  # a frame carries one token
         limits=Limits(max_model_len=4096),
     )
     file = folder / "ring.toml"
@@ -98,6 +103,7 @@ async def ring(folder: Path, count: int) -> list[float]:
 
 
 def main() -> None:
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     parser = argparse.ArgumentParser()
     parser.add_argument("--tokens", type=int, default=1500)
     wanted = parser.parse_args()

@@ -33,7 +33,8 @@ def certain(ring: Ring, mine: list[Turn], limits: Limits) -> list[Segment]:
             prefill.append(segment)
             left -= len(segment.tokens)
     rows = len(ready) + sum(len(segment.tokens) for segment in prefill)
-    _speculate(ring, ready, _worthwhile(ring, ready, rows, alone=len(mine) == 1))
+    drafted = [turn for turn in ready if turn.drafter is not None]
+    _speculate(ring, drafted, _worthwhile(ring, drafted, rows, alone=len(mine) == 1))
     found = [turn.next_segment(1 + MAX_DRAFT) for turn in ready]
     return [segment for segment in found if segment is not None] + prefill
 
@@ -58,12 +59,13 @@ def ahead(ring: Ring, mine: list[Turn]) -> list[Segment]:
     Only where the ring would be idle, for turns whose guess has a fair chance to count; and where
     several turns share the ring, only if all guesses together come near what their frames give.
     """
-    if not ring.room_to_guess():
+    flying = [turn for turn in mine if turn.ahead and turn.drafter is not None]
+    if not flying or not ring.room_to_guess():
         return []
     guessing = []
-    for turn in mine:
+    for turn in flying:
         deep = ring.bounds.depth(MAX_DEPTH if _chance(turn) * ring.pipe >= LEAST_SHARE else 1)
-        if 0 < turn.ahead < deep:
+        if turn.ahead < deep:
             guessing.append(turn)
     alone = len(mine) == 1
     counts = _worthwhile(ring, guessing, 0, alone=alone)
@@ -81,6 +83,8 @@ def ahead(ring: Ring, mine: list[Turn]) -> list[Segment]:
 
 
 def _worthwhile(ring: Ring, turns: list[Turn], rows: int, *, alone: bool) -> list[int]:
+    if not turns:
+        return []
     pace = Pace(ring.frame_s, ring.row_s, ring.link_s, len(ring.spec.stages))
     judged = [(turn.acceptance, turn.pending) for turn in turns]
     return worthwhile(judged, rows, pace, alone=alone)
