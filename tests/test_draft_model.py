@@ -12,14 +12,13 @@ import pytest
 from coord.actions import Draft, Finished, Tokens
 from coord.draft_model import MOST_AHEAD, ModelDrafter
 from coord.drafting import CHUNK, DraftRunner
-from tests import processes
+from tests import drafts, processes
 from tests.desk import LIMITS, Desk, prefill, runs, segment, slot_of, verify
 from tests.memoryring import LAYERS, VOCABULARY, MemoryRing, serial, toy
 from tests.modelfile import default_model
 from tests.processes import get
 from tests.toyclient import complete, truth
 from tools.drafting import WholeModel, load_draft_model
-from transport.config import Config, Coordinator, Model, Ring, Stage
 from transport.frame import Drafted, Kind, Result, Run, Verdict
 
 PROMPT = (1, 2, 3)
@@ -147,18 +146,8 @@ def test_another_drafter_takes_no_answer() -> None:
 def test_a_ring_whose_draft_model_is_its_own_accepts_nearly_all() -> None:
     """Answers come while the prompt is in flight, and then after each event."""
     ring = MemoryRing(3, drafter=ModelDrafter).form()
-    model = WholeModel(toy((0, LAYERS)))
-    runner = DraftRunner(model, VOCABULARY)
     turn = ring.submit(range(20), 100)
-    while options := ring.choices():
-        ring.happen(options[0])
-        for request in ring.drafts:
-            runner.ask(request)
-            del runner._waiting[turn]
-            known = tuple(runner._known[turn])
-            tokens = runner._answer(turn, known, request.count)
-            ring.tell(Drafted(turn, len(known), tokens))
-        ring.drafts.clear()
+    drafts.pump(ring, DraftRunner(WholeModel(toy((0, LAYERS))), VOCABULARY))
     assert tuple(ring.replies[turn].tokens) == serial(range(20), 100)
     totals = ring.scheduler.totals
     assert totals.drafts_rejected == 0
@@ -255,10 +244,9 @@ def test_a_runner_ends_at_the_context_and_before_a_foreign_token() -> None:
     assert [each.tokens for each in beyond] == [(), ()]
     foreign = max(reply)
     runner = DraftRunner(counted(), foreign)  # the served model's ids end before it
-    runner.ask(Draft(1, 0, prompt, 8))
-    del runner._waiting[1]
-    assert runner._answer(1, prompt, 8) == reply[: reply.index(foreign)]
-    assert runner._answer(1, prompt, 8) == reply[: reply.index(foreign)]
+    for start, tokens in ((0, prompt), (len(prompt), ())):
+        request = Draft(1, start, tokens, 8)
+        assert drafts.answer(runner, request).tokens == reply[: reply.index(foreign)]
 
 
 def test_a_newer_request_replaces_an_older_one() -> None:
@@ -305,14 +293,9 @@ def test_up_refuses_half_of_the_options(tmp_path: Path) -> None:
             processes.assert_clear(process, 2, "--drafter model and --draft-model go together")
 
 
-def draft_config(model: str, draft: str) -> Config:
-    ring = Ring("r", "tcp://c:1", (Stage("s0", "tcp://s:1", (0, 6)),))
-    return Config(Model(model, "m"), (ring,), Coordinator("h:1", "model", draft_model=draft))
-
-
 def test_the_toy_is_loaded_whole() -> None:
-    model, vocabulary = load_draft_model(draft_config("toy", "toy"), 256)
-    assert (model.slots, model.capacity, vocabulary) == (4, 4096, 256)
+    model, vocabulary = load_draft_model(drafts.config("toy", "toy"), 256)
+    assert (model.slots, model.capacity, vocabulary) == (2, 512, 256)
 
 
 @pytest.mark.model
@@ -320,4 +303,4 @@ def test_a_model_of_another_vocabulary_is_refused() -> None:
     path = str(default_model())
     for model, draft, tokens in ((path, "toy", 49152), ("toy", path, 256)):
         with pytest.raises(ValueError, match="tokens and the served model's"):
-            load_draft_model(draft_config(model, draft), tokens)
+            load_draft_model(drafts.config(model, draft), tokens)
