@@ -18,7 +18,7 @@ MOST_AHEAD = 2 * MAX_DRAFT  # tokens asked for at once: more would be late where
 class ModelDrafter:
     """A small model's greedy continuation; or what lookup says, where it knows the last 3 tokens.
 
-    Such a match is right about as often as a small model, and it is there at once. See Drafter.
+    Such a match costs nothing and is there at once. See Drafter.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class ModelDrafter:
         elif len(tokens) - len(since) > len(self._ahead):
             self._ahead = list(tokens[len(since) :])
 
-    def ask(self, turn: int) -> Draft | None:
+    def ask(self, turn: int, salt: bytes = b"") -> Draft | None:
         """The request to make now, if any.
 
         One at a time, unless its answer can be of no use any more. From one position only ever for
@@ -77,7 +77,7 @@ class ModelDrafter:
             return None
         self._asked, self._open = (known, wanted), True
         told, self._told = self._told, known
-        return Draft(turn, told, tuple(self._known[told:]), wanted)
+        return Draft(turn, told, tuple(self._known[told:]), wanted, salt)
 
 
 def asked(turns: Iterable[Turn]) -> list[Draft]:
@@ -85,7 +85,7 @@ def asked(turns: Iterable[Turn]) -> list[Draft]:
     found = []
     for turn in turns:
         if isinstance(turn.drafter, ModelDrafter) and turn.phase is not Phase.DRAINING:
-            draft = turn.drafter.ask(turn.id)
+            draft = turn.drafter.ask(turn.id, turn.submit.salt)
             if draft is not None:
                 found.append(draft)
     return found

@@ -38,6 +38,7 @@ class _Slot:
     """What one slot holds. Tokens from `guessed` on are the model's own, `then` follows them."""
 
     turn: int | None = None
+    salt: bytes | None = None
     tokens: list[int] = field(default_factory=list)  # as many as rows are written
     guessed: int = 0
     then: int | None = None
@@ -54,6 +55,7 @@ class DraftRunner:
         self._model = model
         self._vocabulary = vocabulary
         self._known: dict[int, list[int]] = {}  # by turn: bounded by the scheduler's turns
+        self._salts: dict[int, bytes] = {}
         self._waiting: dict[int, int] = {}  # turn -> count; at most one request of each turn
         self._slots = {index: _Slot() for index in range(model.slots)}  # least recently used first
         self._more = asyncio.Event()
@@ -64,12 +66,14 @@ class DraftRunner:
         known = self._known.setdefault(draft.turn, [])
         assert len(known) == draft.start, (draft, len(known))
         known += draft.tokens
+        self._salts[draft.turn] = draft.salt
         self._waiting[draft.turn] = draft.count
         self._more.set()
 
     def forget(self, turn: int) -> None:
-        """The turn is over; its rows stay for the next one that begins alike."""
+        """The turn is over; its rows stay for the next one of its salt that begins alike."""
         self._known.pop(turn, None)
+        self._salts.pop(turn, None)
         self._waiting.pop(turn, None)
 
     def close(self) -> None:
@@ -138,17 +142,23 @@ class DraftRunner:
         return self._closed or turn in self._waiting or turn not in self._known
 
     def _place(self, turn: int, known: tuple[int, ...]) -> int:
-        """The turn's slot; else of those without a live turn the one that shares most with it."""
-        slots = self._slots
+        """The turn's slot; else of those without a live turn the one that shares most with it.
+
+        Rows of another salt are not shared: how soon drafts come would say what others asked.
+        """
+        slots, salt = self._slots, self._salts.get(turn)
         found = next((index for index, slot in slots.items() if slot.turn == turn), None)
         if found is None:
             free = [index for index, slot in slots.items() if slot.turn not in self._known]
             if free:
-                found = max(free, key=lambda index: _common(slots[index].tokens, known))
+                mine = {i: slots[i].tokens if slots[i].salt == salt else () for i in free}
+                found = max(free, key=lambda index: _common(mine[index], known))
             else:
                 found = next(iter(slots))
         slot = slots[found] = slots.pop(found)
-        slot.turn = turn
+        if slot.salt != salt:
+            slot.tokens, slot.guessed, slot.then = [], 0, None
+        slot.turn, slot.salt = turn, salt
         return found
 
 

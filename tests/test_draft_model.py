@@ -135,6 +135,7 @@ def test_requests_answers_and_divergence_are_exactly_these_actions() -> None:
     assert desk.tell(Drafted(2, 4, (22,))) == [], "nobody's"
     assert desk.cancel(1) == [Finished(1, "cancelled")]
     assert desk.tell(Drafted(1, 6, (50, 51))) == []
+    assert Draft(2, 0, PROMPT, 8, b"t") in desk.submit(2, PROMPT, salt=b"t")
 
 
 def test_another_drafter_takes_no_answer() -> None:
@@ -233,6 +234,18 @@ def test_a_next_turn_shares_the_rows_of_one_that_is_over() -> None:
     assert answers(model, first, second)[1].tokens == alone(longer, 1)
     assert model.read == 40 + 3 + 47
     assert answers(counted(1), first, second)[1].tokens == alone(longer, 1)
+
+
+def test_rows_are_not_shared_under_another_salt() -> None:
+    prompt = tuple(range(40))
+    reply = alone(prompt, 4)
+    first, again = Draft(1, 0, prompt, 4, b"a"), Draft(2, 0, prompt, 4, b"a")
+    other = Draft(3, 0, prompt, 4, b"b")
+    for slots in (1, 2):
+        model = counted(slots)
+        got = answers(model, first, again, other, over=[1, 2])
+        assert [each.tokens for each in got] == [reply] * 3
+        assert model.read == 43 + 43, "the second found all of it, the third nothing"
 
 
 def test_a_runner_ends_at_the_context_and_before_a_foreign_token() -> None:
