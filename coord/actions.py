@@ -80,4 +80,25 @@ class Failed:
     message: str
 
 
-Action: TypeAlias = Send | Admitted | Tokens | Finished | Failed
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Ask the draft model for `count` tokens after a turn's known ones; answered by a Drafted.
+
+    tokens: the known tokens from position `start` on that no earlier Draft of the turn told. A
+    later one of the same turn replaces it; Finished and Failed end them all. salt: turns under
+    different salts must not speed each other up.
+    """
+
+    turn: int
+    start: int
+    tokens: tuple[int, ...]
+    count: int
+    salt: bytes = b""
+
+    @property
+    def known(self) -> int:
+        """How many tokens of the turn are known: where the answer starts."""
+        return self.start + len(self.tokens)
+
+
+Action: TypeAlias = Send | Admitted | Tokens | Finished | Failed | Draft

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import structlog
 
-from coord.actions import Action, Admitted, Failed, Finished, Send, Tokens, TurnError
-from coord.draft import MAX_DEPTH, MAX_DRAFT, Bounds, LookupDrafter
+from coord.actions import Action, Admitted, Draft, Failed, Finished, Send, Tokens, TurnError
+from coord.draft import MAX_DEPTH, MAX_DRAFT, Bounds, Drafter, LookupDrafter
+from coord.draft_model import ModelDrafter
+from coord.drafting import DraftRunner
 from coord.http.engine import Limits as Served
 from coord.http.engine import Resident
 from coord.ledger import Holding
@@ -25,6 +27,7 @@ from coord.view import beat, counters, describe_ring, holdings
 from transport.config import Config
 from transport.frame import (
     Cancel,
+    Drafted,
     Envelope,
     Frame,
     FreeSlot,
@@ -40,6 +43,11 @@ from transport.recorder import Recorder
 Event = Admitted | Tokens | Finished | Failed
 FIRST_TOKENS = 24  # of a resident prefix, for GET /ring?preview=1
 NOBODY = b"\0"  # no tenant's salt
+DRAFTERS: dict[str, Callable[[], Drafter] | None] = {
+    "off": None,
+    "lookup": LookupDrafter,
+    "model": ModelDrafter,
+}
 MAX_SALTS = 4096  # salts by their chain's root, beyond which those of no resident prefix go
 
 
@@ -78,8 +86,14 @@ class Coordinator:
         vocabulary: int,
         recorder: Recorder | None = None,
         logs: Path = Path("logs"),
+        drafts: DraftRunner | None = None,
     ) -> None:
-        """logs: where verify mode writes the frames of turns that differ."""
+        """logs: where verify mode writes the frames of turns that differ.
+
+        drafts: runs the draft model where the drafter is "model"; the caller runs it.
+        """
+        assert drafts is not None or config.coordinator.drafter != "model", config.coordinator
+        self._drafts = drafts
         self.config = config
         self.limits = Served(config.limits.max_model_len, (config.model.name,))
         self.started_at = time.time()
@@ -90,7 +104,7 @@ class Coordinator:
             config.limits,
             first_epoch=first_epoch,
             vocabulary=vocabulary,
-            drafter=LookupDrafter if config.coordinator.drafter == "lookup" else None,
+            drafter=DRAFTERS[config.coordinator.drafter],
         )
         depth, tokens = config.coordinator.draft_depth, config.coordinator.draft_tokens
         for ring in self.scheduler.rings.values():
@@ -292,6 +306,10 @@ class Coordinator:
 
     # ---- the core's shell ----
 
+    def drafted(self, frame: Drafted) -> None:
+        """The draft model has answered."""
+        self._step(frame)
+
     def _received(self, frame: Frame, envelope: Envelope) -> None:
         self._step(frame, Direction.IN, envelope)
 
@@ -318,8 +336,14 @@ class Coordinator:
         if isinstance(action, Send):
             self._send(action)
             return
+        if isinstance(action, Draft):
+            assert self._drafts is not None
+            self._drafts.ask(action)
+            return
         if isinstance(action, Admitted):
             self._note_salt(action)
+        if self._drafts is not None and isinstance(action, (Finished, Failed)):
+            self._drafts.forget(action.turn)
         stream = self._streams.get(action.turn)
         if stream is not None:
             stream.put(action)

@@ -56,10 +56,11 @@ class LookupDrafter:
 
     Saxena, "Prompt Lookup Decoding" (2023). An index of every n-gram's latest position, extended
     as tokens come; it depends on the known tokens alone, so a warm turn proposes what a cold one
-    would.
+    would. least: shorter occurrences propose nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, least: int = 1) -> None:
+        self._least = least
         self._tokens: list[int] = []
         # per n: n-gram -> position after its latest occurrence that has a successor
         self._after: tuple[dict[tuple[int, ...], int], ...] = tuple({} for _ in range(NGRAM))
@@ -77,7 +78,7 @@ class LookupDrafter:
     def propose(self, branch: Sequence[int], count: int) -> tuple[int, ...]:
         """See Drafter."""
         tail = [*self._tokens[-NGRAM:], *branch][-NGRAM:]
-        for n in range(min(NGRAM, len(tail)), 0, -1):
+        for n in range(min(NGRAM, len(tail)), self._least - 1, -1):
             at = self._after[n - 1].get(tuple(tail[len(tail) - n :]))
             if at is None:
                 continue

@@ -13,6 +13,7 @@ from coord.admission import Choice, choose, explain, leader, waits_behind
 from coord.batch import ahead, certain
 from coord.counters import Totals
 from coord.draft import Drafter, accepted
+from coord.draft_model import ModelDrafter, asked
 from coord.ledger import Miss
 from coord.placing import NO_TURN, carry_out, expire, free
 from coord.ring import PROBE_TURN, InFlight, Ring, fits
@@ -24,6 +25,7 @@ from transport.config import Ring as RingSpec
 from transport.frame import (
     Cancel,
     Copy,
+    Drafted,
     Frame,
     Free,
     FreeSlot,
@@ -82,6 +84,8 @@ class Scheduler:
                 self._free_slot(frame, now, actions)
             case KeepSlot():
                 self._keep_slot(frame, now)
+            case Drafted():
+                self._drafted(frame)
             case LinkGap():
                 self._gap(frame, now)
             case Heartbeat() | RollCall() | Verdict() | Reject() | Copy() | Free() | Ping():
@@ -97,6 +101,7 @@ class Scheduler:
         self._admit(now, actions)
         for ring in self.rings.values():
             self._fill(ring, now, actions)
+        actions += asked(self.turns.values())
         return actions
 
     def deadline(self) -> float | None:
@@ -196,6 +201,11 @@ class Scheduler:
         ring = self.rings.get(request.ring)
         if ring is not None and request.slot < len(ring.ledger.slots):
             ring.ledger.keep(request.slot, now + request.keep_s, now)
+
+    def _drafted(self, frame: Drafted) -> None:
+        turn = self.turns.get(frame.turn)  # None: it has ended
+        if turn is not None and isinstance(turn.drafter, ModelDrafter):
+            turn.drafter.drafted(frame.start, frame.tokens)
 
     def _gap(self, gap: LinkGap, now: float) -> None:
         for ring in self.rings.values():

@@ -16,7 +16,7 @@ from coord.admission import choose
 from coord.ring import PROBE_TURN
 from coord.scheduler import Scheduler
 from coord.turn import Turn
-from transport.frame import Cancel, Copy, Envelope, Frame, Reject, Run, Submit, Verdict
+from transport.frame import Cancel, Copy, Drafted, Envelope, Frame, Reject, Run, Submit, Verdict
 from transport.framelog import Direction, FrameLogWriter, LogHeader
 from transport.recorder import SUFFIX
 
@@ -229,7 +229,7 @@ def write_logs(found: Mismatch, directory: Path, header: LogHeader) -> list[Path
 
 def _owners(frame: Frame) -> Iterator[int]:
     match frame:
-        case Submit() | Cancel():
+        case Submit() | Cancel() | Drafted():
             yield frame.turn
         case Run():
             yield from (segment.turn for segment in frame.segments)

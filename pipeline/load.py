@@ -12,6 +12,7 @@ from transport.config import TOY, Config, Ring, Stage
 
 TOY_LAYERS = 6
 TOY_CONTEXT = 4096
+TOY_VOCABULARY = 256
 
 
 def load_model(
@@ -57,3 +58,12 @@ def describe_model(path: str) -> tuple[int, int]:
 
     source = open_model(path)
     return source.layers_total, int(source.config.max_position_embeddings)
+
+
+def vocabulary_of(path: str) -> int:
+    """How many token ids a model has; loads no weights. Raises ModelError."""
+    if path == TOY:
+        return TOY_VOCABULARY
+    from pipeline.weights import open_model
+
+    return open_model(path).vocabulary

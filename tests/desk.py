@@ -5,10 +5,11 @@ Knows no model: a verdict's tokens are what the test says they are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from coord.actions import Action, Admitted, Send
+from coord.draft import Drafter
 from coord.ring import Phase, Ring
 from coord.scheduler import Scheduler
 from transport.chain import Chain, root_hash
@@ -90,10 +91,11 @@ class Desk:
         *,
         slots: int = SLOTS,
         vocabulary: int = 0,
+        drafter: Callable[[], Drafter] | None = None,
     ) -> None:
         self.stages = stages
         self.slots = slots
-        self.core = Scheduler((spec(stages),), limits, vocabulary=vocabulary)
+        self.core = Scheduler((spec(stages),), limits, vocabulary=vocabulary, drafter=drafter)
         self.now = 100.0
 
     @property

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from coord.actions import Action, Admitted, Failed, Finished, Send, Tokens
+from coord.actions import Action, Admitted, Draft, Failed, Finished, Send, Tokens
 from coord.draft import Drafter, LookupDrafter
 from coord.scheduler import Scheduler
 from pipeline.model import ToyModel
@@ -176,6 +176,7 @@ class MemoryRing:
         self.sent: list[Frame] = []
         self.answers: deque[Frame] = deque(maxlen=20)  # the last ones that settled a frame
         self.rejects: list[Reject] = []
+        self.drafts: list[Draft] = []  # what was asked of the draft model
         self.believed: list[Reject] = []  # those of rows that the ledger was wrong about
         self.tamper = tamper or (lambda frame: frame)
         self.now = 0.0
@@ -262,6 +263,8 @@ class MemoryRing:
             case Failed():
                 assert not self.replies[action.turn].over
                 self.replies[action.turn].failed = action
+            case Draft():
+                self.drafts.append(action)
 
     def send(self, wire: Wire) -> None:
         """A frame of the coordinator goes on the first link."""

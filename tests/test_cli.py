@@ -116,6 +116,7 @@ def test_up_passes_every_option(up: FakeUp) -> None:
         "dtype": "bfloat16",
         "threads": None,
         "drafter": "lookup",
+        "draft_model": None,
         "rings": 1,
         "park_mb": 0,
         "idle_ttl_s": 0.0,
@@ -136,6 +137,7 @@ def test_up_passes_every_option(up: FakeUp) -> None:
     more = "--served-model-name m --api-key k --record logs --record-payloads digest"
     kept = "--rings 2 --park-mb 64 --idle-ttl-s 600 --verify-share 0.05 --drafter off"
     slow = "--delay-ms 5 --jitter-ms 1 --mbit 100 --draft-depth 2 --draft-tokens 7 --threads 2"
+    slow += " --draft-model small"
     assert cli.run([*given.split(), *more.split(), *kept.split(), *slow.split()]) == 7
     assert up.calls[1][1] == {
         "model": "toy",
@@ -145,6 +147,7 @@ def test_up_passes_every_option(up: FakeUp) -> None:
         "dtype": "float32",
         "threads": 2,
         "drafter": "off",
+        "draft_model": "small",
         "rings": 2,
         "park_mb": 64,
         "idle_ttl_s": 600.0,

@@ -130,7 +130,9 @@ MISTAKES: list[tuple[str, str, int, str | None, str]] = [
     ("slots = 8", "lost_after_s = 3", 12, "limits.lost_after_s", "at least two heartbeats"),
     ("slots = 8", "park_bytes = -1", 12, "limits.park_bytes", "must be from 0 to"),
     ("slots = 8", "idle_ttl_s = -1", 12, "limits.idle_ttl_s", "must be from 0 to"),
-    ('http = "127.0.0.1:8000"', 'drafter = "n"', 9, "coordinator.drafter", "one of off, lookup"),
+    ('http = "127.0.0.1:8000"', 'drafter = "n"', 9, "coordinator.drafter", "of off, lookup, model"),
+    ("[limits]", 'drafter = "model"\n[limits]', 11, "coordinator.drafter", "needs the key"),
+    ("[limits]", 'draft_model = ""\n[limits]', 11, "coordinator.draft_model", 'folder or "toy"'),
     ("[limits]", "[limit]", 11, "limit", "unknown key; did you mean 'limits'?"),
     ("[limits]", "[[limits]]", 11, "limits", "must be a table, not"),
     ("[coordinator]", "[model.x]", 8, "model.x", "unknown key"),
@@ -278,9 +280,10 @@ def configs(draw: st.DrawFn) -> Config:
     model = Model(path, name, draw(st.sampled_from(["bfloat16", "float32"])), draw(st.booleans()))
     coordinator = Coordinator(
         f"h:{draw(st.integers(0, 65535))}",
-        draw(st.sampled_from(["off", "lookup"])),
+        draw(st.sampled_from(["off", "lookup", "model"])),
         draw(st.none() | st.integers(1, 64)),
         draw(st.none() | st.integers(0, 64)),
+        draft_model=path,
     )
     emulate = Emulate(
         draw(st.floats(0, 60_000)),

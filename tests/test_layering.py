@@ -28,6 +28,7 @@ CORE = (
     "pipeline/rule.py",
     "coord/actions.py",
     "coord/draft.py",
+    "coord/draft_model.py",
     "coord/ledger.py",
     "coord/placing.py",
     "coord/ring.py",

@@ -26,6 +26,7 @@ def plans(trouble: str) -> st.SearchStrategy[Plan]:
         rows=st.sampled_from((1, 4, 8, 64)),
         trouble=st.just(trouble),
         sampled=st.booleans(),
+        model=st.booleans(),
     )
 
 
@@ -36,6 +37,7 @@ RANDOMLY = settings(max_examples=50, deadline=None, suppress_health_check=list(H
 @given(plans("none"))
 @example(Plan(0, park=8000))
 @example(Plan(0, park=8000, sampled=True))
+@example(Plan(0, park=8000, model=True))
 def test_any_interleaving_gives_the_serial_tokens(plan: Plan) -> None:
     """Without trouble the ledger never claims what a stage refuses."""
     visit(plan)

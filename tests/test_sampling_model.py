@@ -13,12 +13,16 @@ import pytest
 import torch
 
 from coord.draft import Drafter, LookupDrafter
+from coord.draft_model import ModelDrafter
+from coord.drafting import DraftRunner
 from coord.tokenizer import Tokenizer, load_tokenizer
 from pipeline.model import ToyModel
 from pipeline.torch_model import TorchModel
 from pipeline.weights import open_model
+from tests import drafts
 from tests.memoryring import MemoryRing, limits
 from tests.modelfile import default_model
+from tools.drafting import load_draft_model
 from transport.frame import GREEDY, Sampling, Shaping
 
 pytestmark = pytest.mark.model
@@ -83,6 +87,25 @@ def test_case_11_the_same_tokens_drafted_alone_together_cold_and_warm(
         assert ring.scheduler.totals.drafts_accepted > COUNT // 2
     if sampling is SHAPED:
         assert len(plain) > 12
+
+
+def test_the_model_drafts_for_itself(blocks: list[TorchModel], tokenizer: Tokenizer) -> None:
+    """Greedy turns accept nearly all of it; sampled ones give what they gave without it."""
+    path = str(default_model())
+    model, vocabulary = load_draft_model(drafts.config(path, path), tokenizer.vocabulary)
+    runner = DraftRunner(model, vocabulary)
+    prompt = tokenizer.encode("Three rivers of Europe, and what each is known for:")
+    for sampling in (GREEDY, SEEDED):
+        plain = RealRing(blocks, None).ask(prompt, COUNT, sampling=sampling).tokens
+        ring = RealRing(blocks, ModelDrafter)
+        turn = ring.submit(prompt, COUNT, sampling=sampling)
+        drafts.pump(ring, runner)
+        runner.forget(turn)
+        assert ring.replies[turn].tokens == plain
+        if sampling is GREEDY:
+            totals = ring.scheduler.totals
+            assert totals.drafts_accepted > 3 * totals.drafts_rejected
+            assert totals.drafts_accepted > COUNT // 2
 
 
 def test_no_stop_token_before_min_tokens(blocks: list[TorchModel], tokenizer: Tokenizer) -> None:

@@ -13,10 +13,12 @@ import pytest
 
 import coord.admission
 import coord.ledger
+from coord.actions import Draft
+from coord.draft_model import ModelDrafter
 from tests.memoryring import VOCABULARY, MemoryRing, limits, serial
 from tests.samplings import draw_sampling
 from transport.chain import Chain
-from transport.frame import GREEDY, Copy, Frame, Sampling
+from transport.frame import GREEDY, Copy, Drafted, Frame, Sampling
 
 COMMON = [7] * 30 + list(range(10, 30))  # a shared system prompt, repetitive at first
 SALTS = (b"", b"", b"", b"tenant")
@@ -29,7 +31,8 @@ class Plan:
     rows: from how many rows on a prefix is worth a copy, or a place in the park. trouble: "none";
     "restarts" of stages, with stale answers repeated; "gaps": frames lost on links; "lies": the
     ledger claims what is not there, and stages lose rows. sampled: turns sample, with penalties,
-    biases and filters of all kinds; else they are greedy.
+    biases and filters of all kinds; else they are greedy. model: drafts come from a draft model
+    whose answers are late, wrong, repeated or never given.
     """
 
     seed: int
@@ -41,6 +44,7 @@ class Plan:
     rows: int = 4
     trouble: str = "none"
     sampled: bool = False
+    model: bool = False
 
 
 @dataclass
@@ -102,8 +106,12 @@ class World:
             plan.stages,
             bounds=bounds,
             slots=plan.slots,
-            drafter=lambda: Oracle(self.truths, drafters),
+            drafter=ModelDrafter if plan.model else lambda: Oracle(self.truths, drafters),
         ).form()
+        self.drafting = Random(plan.seed)
+        self.texts: dict[int, tuple[int, ...]] = {}  # turn -> prompt and truth, a little beyond
+        self.told: dict[int, int] = {}  # turn -> known tokens that the draft model was told
+        self.asked: list[Draft] = []
         self.clients = [Client([]) for _ in range(4)]
 
     def edit(self, history: list[int]) -> list[int]:
@@ -154,6 +162,26 @@ class World:
             salt=client.salt,
             sampling=sampling,
         )
+        self.texts[client.turn] = (*client.prompt, *further)
+
+    def draft(self) -> None:
+        """The draft model answers one request, or none."""
+        draw = self.drafting
+        for each in self.ring.drafts:
+            assert each.start == self.told.get(each.turn, 0), each
+            assert each.tokens == self.texts[each.turn][each.start : each.known], each
+            self.told[each.turn] = each.known
+        self.asked += self.ring.drafts
+        self.ring.drafts.clear()
+        if not self.asked or draw.random() < 0.3:
+            return
+        request = draw.choice(self.asked[-6:])
+        if draw.random() < 0.8:  # else it is answered again
+            self.asked.remove(request)
+        tokens = list(self.texts[request.turn][request.known :][: request.count])
+        if tokens and draw.random() < 0.3:
+            tokens[draw.randrange(len(tokens))] ^= 1
+        self.ring.tell(Drafted(request.turn, request.known, tuple(tokens)))
 
     def sampling(self) -> Sampling:
         return draw_sampling(self.samplings, VOCABULARY) if self.plan.sampled else GREEDY
@@ -236,6 +264,8 @@ class World:
                 options = self.ring.choices()
                 if options:
                     self.ring.happen(draw.choice(options))
+                if self.plan.model:
+                    self.draft()
             if roll < 0.02:
                 self.ring.audit()
             for each in self.clients:

@@ -82,6 +82,9 @@ def decode(
     stages: Annotated[int, typer.Option(min=1, help="Stages of each ring.")] = 3,
     delay_ms: Delays = "0,20",
     drafter: Annotated[str, typer.Option(metavar="NAME,NAME", help="Drafters.")] = "off,lookup",
+    draft_model: Annotated[
+        str | None, typer.Option(metavar="NAME|DIR|FILE.gguf", help="Of the drafter `model`.")
+    ] = None,
     draft_depth: Annotated[
         str, typer.Option(metavar="N,N", help="Bounds of frames in flight per turn; - for none.")
     ] = "-",
@@ -108,6 +111,7 @@ def decode(
         stages=stages,
         delays_ms=tuple(map(float, _parts("--delay-ms", delay_ms, "0123456789."))),
         drafters=tuple(_parts("--drafter", drafter)),
+        draft_model=draft_model,
         depths=_bounds("--draft-depth", draft_depth),
         draft_tokens=_bounds("--draft-tokens", draft_tokens),
         classes=tuple(_parts("--classes", classes)),

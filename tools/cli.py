@@ -98,6 +98,7 @@ def up(
     dtype: options.Precision = options.Dtype.BFLOAT16,
     threads: options.Threads = None,
     drafter: options.Drafter = options.DrafterKind.LOOKUP,
+    draft_model: options.DraftModel = None,
     rings: options.Rings = 1,
     park_mb: options.ParkMb = 0,
     idle_ttl_s: options.IdleTtl = 0.0,

@@ -37,6 +37,7 @@ class Arm:
     drafter: str = "off"
     depth: int | None = None
     tokens: int | None = None
+    draft_model: str | None = None
 
     @property
     def name(self) -> str:
@@ -49,6 +50,7 @@ class Arm:
     def options(self) -> list[str]:
         """Its options for `kvring up`."""
         found = ["--delay-ms", f"{self.delay_ms:g}", "--drafter", self.drafter]
+        found += [] if self.draft_model is None else ["--draft-model", self.draft_model]
         found += [] if self.depth is None else ["--draft-depth", str(self.depth)]
         return found + ([] if self.tokens is None else ["--draft-tokens", str(self.tokens)])
 
@@ -67,13 +69,15 @@ class Plan:
     concurrency: tuple[int, ...]
     max_tokens: int
     rounds: int
+    draft_model: str | None = None
 
     def arms(self) -> list[Arm]:
         """The reference and then every combination; bounds of drafts only where there are any."""
         found = [Arm()]
         for delay_ms, drafter in product(self.delays_ms, self.drafters):
             bounds = product(self.depths, self.draft_tokens) if drafter != "off" else [(None, None)]
-            found += [Arm(delay_ms, drafter, depth, tokens) for depth, tokens in bounds]
+            small = self.draft_model if drafter == "model" else None
+            found += [Arm(delay_ms, drafter, depth, tokens, small) for depth, tokens in bounds]
         found = list(dict.fromkeys(found))
         if len(found) > MAX_ARMS:
             raise ToolError(f"{len(found)} arms are over {MAX_ARMS}: measure less", code=USAGE)

@@ -21,6 +21,7 @@ class DrafterKind(StrEnum):
 
     OFF = "off"
     LOOKUP = "lookup"
+    MODEL = "model"
 
 
 class Payloads(StrEnum):
@@ -57,6 +58,10 @@ Threads = Annotated[
     int | None, typer.Option(min=1, help="Per stage [default: the cores, shared out].")
 ]
 Drafter = Annotated[DrafterKind, typer.Option(help="How next tokens are guessed ahead.")]
+DraftModel = Annotated[
+    str | None,
+    typer.Option(metavar="NAME|DIR|FILE.gguf", help="The small model of --drafter model."),
+]
 Rings = Annotated[int, typer.Option(min=1, max=64, help="Rings; each holds the whole model.")]
 ParkMb = Annotated[
     int, typer.Option(min=0, help="Host memory (MB) per stage for evicted conversations.")

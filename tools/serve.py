@@ -29,6 +29,7 @@ from transport.link import LinkError
 from transport.recorder import Recorder
 
 if TYPE_CHECKING:
+    from coord.drafting import DraftRunner
     from coord.http.keys import Key
 
 
@@ -99,6 +100,8 @@ def run_coord(
     """Run the coordinator until SIGINT or SIGTERM; 0 when it ended by one of them."""
     config = _load(ring)
     logs.configure()
+    if config.coordinator.drafter == "model":
+        os.environ["OMP_NUM_THREADS"] = str(config.rings[0].head.threads)  # see run_stage
     incarnation = secrets.randbits(63)
     keys = _api_keys(api_key, api_key_file)
     listener = listen(http or config.coordinator.http)
@@ -125,7 +128,8 @@ async def _coord(
         tokenizer = await asyncio.to_thread(load_tokenizer, config.model.path)
     except (ValueError, OSError) as error:
         raise ToolError(f"tokenizer: {error}") from None
-    coordinator = Coordinator(config, incarnation, tokenizer.vocabulary, recorder, folder)
+    drafts = await _drafts(config, tokenizer.vocabulary)
+    coordinator = Coordinator(config, incarnation, tokenizer.vocabulary, recorder, folder, drafts)
     try:
         await coordinator.open()
     except LinkError as error:
@@ -148,14 +152,34 @@ async def _coord(
         finally:
             for future in waits:
                 future.cancel()
+            if drafts is not None:
+                drafts.close()
             await coordinator.close()  # open streams end with an error event
             server.should_exit = True
 
     async with asyncio.TaskGroup() as group:
         group.create_task(watch())
+        if drafts is not None:
+            group.create_task(drafts.run(coordinator.drafted))
         group.create_task(server.serve(sockets=[listener]))
     structlog.get_logger().info("stopped", stage="coordinator")
     return 0
+
+
+async def _drafts(config: Config, vocabulary: int) -> DraftRunner | None:
+    """The draft model, loaded, where ring.toml asks for one."""
+    if config.coordinator.drafter != "model":
+        return None
+    from coord.drafting import DraftRunner
+    from pipeline.model import ModelError
+    from tools.drafting import load_draft_model
+
+    try:
+        model, tokens = await asyncio.to_thread(load_draft_model, config, vocabulary)
+    except ModelError as error:
+        raise ToolError(str(error)) from None
+    structlog.get_logger().info("draft_model", path=config.coordinator.draft_model)
+    return DraftRunner(model, tokens)
 
 
 class _Server(uvicorn.Server):

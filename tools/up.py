@@ -70,6 +70,7 @@ class Options:
     mbit: float = 0.0
     draft_depth: int | None = None
     draft_tokens: int | None = None
+    draft_model: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,13 +168,20 @@ def _plan(wanted: Options, folder: Path) -> Config:
         raise ToolError(
             f"--max-model-len {length}: the model's context ends at {longest}", code=USAGE
         )
-    threads = wanted.threads or max(1, (os.cpu_count() or 1) // (wanted.stages * wanted.rings))
+    draft = _draft_model(wanted)
+    computing = wanted.stages * wanted.rings + (draft is not None)
+    threads = wanted.threads or max(1, (os.cpu_count() or 1) // computing)
     name = wanted.served_model_name or (wanted.model if path == TOY else _name(wanted.model))
     return Config(
         Model(path, name, wanted.dtype),
         tuple(_ring(wanted, index, total, threads, folder) for index in range(wanted.rings)),
         Coordinator(
-            http, wanted.drafter, wanted.draft_depth, wanted.draft_tokens, wanted.verify_share
+            http,
+            wanted.drafter,
+            wanted.draft_depth,
+            wanted.draft_tokens,
+            wanted.verify_share,
+            draft,
         ),
         Limits(
             slots=wanted.slots,
@@ -227,6 +235,13 @@ def _model(name: str) -> tuple[str, int, int]:
     except ModelError as error:
         raise ToolError(str(error), code=USAGE) from None
     return path, layers, context
+
+
+def _draft_model(wanted: Options) -> str | None:
+    """The draft model's path; None where the drafter is another."""
+    if (wanted.drafter == "model") != (wanted.draft_model is not None):
+        raise ToolError("--drafter model and --draft-model go together", code=USAGE)
+    return None if wanted.draft_model is None else _model(wanted.draft_model)[0]
 
 
 def _name(model: str) -> str:

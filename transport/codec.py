@@ -24,6 +24,7 @@ from transport.frame import (
     Buffer,
     Cancel,
     Copy,
+    Drafted,
     Envelope,
     Forwarded,
     Frame,
@@ -394,6 +395,7 @@ _CODECS: dict[str, _Codec] = {
         StageLost: (_NAME, _NAME, _TEXT),
         FreeSlot: (_NAME, _COUNT),
         KeepSlot: (_NAME, _COUNT, _KEEP),
+        Drafted: (_SERIAL, _COUNT, _tokens(0)),
     }.items()
 }
 

@@ -22,7 +22,7 @@ from transport.toml_text import pairs
 
 TOY = "toy"
 DTYPES = ("bfloat16", "float32")
-DRAFTERS = ("off", "lookup")
+DRAFTERS = ("off", "lookup", "model")
 MAX_CONFIG_BYTES = 1 << 20
 MAX_RINGS = 64
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
@@ -55,6 +55,7 @@ class Model:
 class Coordinator:
     """http: host:port of the HTTP API. drafter: how next tokens are guessed, see DRAFTERS.
 
+    draft_model: as Model.path, for the drafter "model".
     draft_depth: most verify frames of a turn in flight; draft_tokens: most drafts of one frame;
     None for as many as pay. verify_share: of the warm turns, run again cold in idle time and
     compared; 0 for none.
@@ -65,6 +66,7 @@ class Coordinator:
     draft_depth: int | None = None
     draft_tokens: int | None = None
     verify_share: float = 0.0
+    draft_model: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +301,13 @@ class _Table:
             )
         return value
 
+    def model(self, key: str) -> str:
+        """A model's absolute path, or "toy"."""
+        path: str = self.take(key, str)
+        if not path or "\0" in path:
+            self.fail('must be a file, a folder or "toy"', key)
+        return path if path == TOY else str(self.folder / Path(path).expanduser())
+
     def table(self, key: str, *, required: bool = True) -> _Table:
         """A table within this one; an empty one where it is not required and not there."""
         data = self.take(key, dict, MISSING if required else {})
@@ -336,11 +345,7 @@ _WORDS = {
 
 
 def _model(table: _Table) -> Model:
-    path = table.take("path", str)
-    if not path or "\0" in path:
-        table.fail('must be a file, a folder or "toy"', "path")
-    if path != TOY:
-        path = str(table.folder / Path(path).expanduser())
+    path = table.model("path")
     name = table.take("name", str, Path(path).name.removesuffix(".gguf") or TOY)
     if not 1 <= len(name) <= 128 or not name.isprintable():
         table.fail("must be 1 to 128 printable characters", "name")
@@ -360,13 +365,16 @@ def _coordinator(table: _Table) -> Coordinator:
     drafter = table.take("drafter", str, Coordinator().drafter)
     if drafter not in DRAFTERS:
         table.fail(f"must be one of {', '.join(DRAFTERS)}, not {_shown(drafter)}", "drafter")
+    model = table.model("draft_model") if "draft_model" in table.data else None
+    if drafter == "model" and model is None:
+        table.fail("'model' needs the key 'draft_model': a small model's path", "drafter")
     depth = table.integer("draft_depth", 1, 64, None)
     tokens = table.integer("draft_tokens", 0, 64, None)
     share = table.take("verify_share", float, 0.0)
     if not 0.0 <= share <= 1.0:
         table.fail(f"must be from 0 to 1, not {share:g}", "verify_share")
     table.finish()
-    return Coordinator(http, drafter, depth, tokens, share)
+    return Coordinator(http, drafter, depth, tokens, share, model)
 
 
 def _emulate(table: _Table) -> Emulate:

@@ -369,8 +369,23 @@ class KeepSlot:
     keep_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """The draft model -> scheduler: guessed tokens from position `start` on, perhaps none.
+
+    start is also how many tokens of the turn were known when they were asked for, so that a late
+    answer is told from one that still holds.
+    """
+
+    turn: int
+    start: int
+    tokens: tuple[int, ...]
+
+
 Wire: TypeAlias = Run | Verdict | Reject | RollCall | Copy | Free | Ping | Heartbeat
-Local: TypeAlias = Submit | Cancel | Tick | Forwarded | LinkGap | StageLost | FreeSlot | KeepSlot
+Local: TypeAlias = (
+    Submit | Cancel | Tick | Forwarded | LinkGap | StageLost | FreeSlot | KeepSlot | Drafted
+)
 Frame: TypeAlias = Wire | Local
 
 
