@@ -99,7 +99,7 @@ class World:
             window_frames=plan.window,
             park_bytes=plan.park,
         )
-        self.texts: list[tuple[int, ...]] = []  # all that was ever prompted and replied
+        self.said: list[tuple[int, ...]] = []  # all that was ever prompted and replied
         self.truths: dict[tuple[int, ...], tuple[int, ...]] = {}
         drafters = Random(plan.seed)
         self.ring = MemoryRing(
@@ -200,7 +200,7 @@ class World:
             stopped = bool(truth) and truth[-1] in client.stops
             assert reply.finished == ("stop" if stopped else "length")
         client.history = [*client.prompt, *reply.tokens]
-        self.texts.append(tuple(client.history))
+        self.said.append(tuple(client.history))
         client.turn = None
 
     # ---- trouble ----
@@ -289,7 +289,7 @@ class World:
         if self.plan.trouble != "lies":
             for each in (*ledger.slots, *ledger.parked.values()):
                 rows = () if each.chain is None else each.chain.tokens()
-                assert any(text[: len(rows)] == rows for text in self.texts) or not rows, (
+                assert any(text[: len(rows)] == rows for text in self.said) or not rows, (
                     "rows that nobody said are resident",
                     rows,
                 )
