@@ -17,7 +17,9 @@ from coord.ring import Ring as RingView
 from coord.scheduler import Scheduler
 from transport.config import Limits, Ring, Stage
 from transport.frame import (
+    Copy,
     Frame,
+    Free,
     Heartbeat,
     Ping,
     Result,
@@ -189,7 +191,7 @@ class VirtualRing:
                 for each in self.spec.stages
             )  # fmt: skip
             return RollCall("r", frame.epoch, frame.parked, entries)
-        assert isinstance(frame, Ping), frame
+        assert isinstance(frame, Ping | Copy | Free), frame
         return frame
 
     def _result(self, segment: Segment) -> Result:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from coord.draft import LEAST_GAIN, LEAST_SHARE, MAX_DEPTH, MAX_DRAFT, Pace, worthwhile
+from coord.draft import LEAST_GAIN, LEAST_SHARE, MAX_DEPTH, MAX_DRAFT, ROW_STEP, Pace, worthwhile
 from coord.ring import Ring
 from coord.turn import Phase, Turn
 from transport.config import Limits
@@ -23,6 +23,7 @@ def certain(ring: Ring, mine: list[Turn], limits: Limits) -> list[Segment]:
     that the decoding turn's gaps stay short.
     """
     ready = [turn for turn in mine if turn.decoding and turn.ready]
+    ready = ready[: _at_most(len(ready), ring)]
     decodes = any(turn.decoding and turn.phase is Phase.RUNNING for turn in mine)
     waiting = sum(turn.known - turn.sent for turn in mine if not turn.decoding)
     left = limits.shared_chunk_tokens if decodes else chunk_rows(ring, waiting, limits)
@@ -80,6 +81,15 @@ def ahead(ring: Ring, mine: list[Turn]) -> list[Segment]:
     _speculate(ring, guessing, counts)
     found = [turn.next_segment(MAX_DRAFT) for turn in guessing]
     return [segment for segment in found if segment is not None]
+
+
+def _at_most(ready: int, ring: Ring) -> int:
+    """How many of the ready turns one frame takes: more than a step only if places are short.
+
+    Two frames of 8 rows, one behind the other, are back sooner than one of 16.
+    """
+    places = max(1, ring.pipe - len(ring.in_flight))
+    return max(ROW_STEP, -(-ready // places))
 
 
 def _worthwhile(ring: Ring, turns: list[Turn], rows: int, *, alone: bool) -> list[int]:

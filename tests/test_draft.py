@@ -302,3 +302,14 @@ def test_a_chat_wastes_few_frames() -> None:
     _, adaptive = rate(scripts("chat")[:1], costs, Bounds())
     _, plain = rate(scripts("chat")[:1], costs, Bounds(7, 1))
     assert adaptive <= 1.1 * plain
+
+
+def test_turns_in_step_go_in_frames_of_eight_while_there_are_places() -> None:
+    """Two frames of 8 rows, one behind the other, are back sooner than one of 16."""
+    script = novel(1, 60)[0]
+    ring = VirtualRing(Costs(), None, slots=16)
+    turns = [Script(script.prompt, script.reply) for _ in range(16)]
+    took_s = ring.run(turns)
+    assert ring.most_in_flight >= 2
+    one_frame_s = 3 * Costs().forward_s(16)
+    assert took_s < 60 * one_frame_s
