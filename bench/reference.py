@@ -70,7 +70,7 @@ def main() -> int:
     total = source.layers_total
     cuts = (0, total // 3, total * 2 // 3, total)
     blocks = [
-        TorchModel(source, cut, slots=1, capacity=2048, dtype=torch.float32)
+        TorchModel(source, cut, slots=1, capacity=4096, dtype=torch.float32)
         for cut in pairwise(cuts)
     ]
     model = reference_model(source)
