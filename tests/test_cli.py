@@ -201,3 +201,17 @@ def test_the_readmes_ring_toml_is_valid() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     config = loads(text.split("```toml\n")[1].split("```")[0], folder=ROOT)
     assert [stage.layers for stage in config.rings[0].stages] == [(0, 15), (15, 30)]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["up", "--idle-ttl-s", "inf"], ["up", "--delay-ms", "nan"], ["status", "--keep", "0", "nan"]],
+)
+def test_a_number_that_is_none(
+    arguments: list[str], up: FakeUp, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert arguments[1] in said
+    assert up.calls == []

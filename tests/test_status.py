@@ -135,3 +135,9 @@ def test_slots_are_evicted_and_kept_by_hand(
     monkeypatch.setattr(Client, "change", change)
     assert cli.run(["status", "--url", fake.url, *options]) == 0
     assert seen == [asked]
+
+
+def test_a_key_of_any_characters_can_be_sent() -> None:
+    """CASES 45, from the client's side."""
+    with Client("http://127.0.0.1:9", "clé-é") as client:
+        assert client._http.headers.raw[-1][1] == "Bearer clé-é".encode()

@@ -8,6 +8,7 @@ what could not be done.
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -117,6 +118,8 @@ def up(
     """Run a whole ring on this machine, with its HTTP API. Ctrl-C ends all of it."""
     _check_address(http)
     wanted = {name: getattr(value, "value", value) for name, value in context.params.items()}
+    for name, value in wanted.items():
+        _check_finite(name, value)
     return _code(_command("up.run_up")(**wanted))
 
 
@@ -224,6 +227,8 @@ def status(
     ] = None,
 ) -> int:
     """Show rings, stages and slots. Exit code 0: ready, 3: not ready, 1: unreachable."""
+    if keep is not None:
+        _check_finite("keep", keep[1])
     return _code(
         _command("status.run_status")(
             url=url,
@@ -273,6 +278,12 @@ def _code(result: object) -> int:
 def _check_file(path: Path) -> None:
     if not path.is_file():
         raise ToolError(f"--ring {path}: no such file", code=USAGE)
+
+
+def _check_finite(option: str, value: object) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        name = option.replace("_", "-")
+        raise ToolError(f"--{name} {value:g}: must be a finite number", code=USAGE)
 
 
 def _check_address(address: str) -> None:

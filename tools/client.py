@@ -137,7 +137,8 @@ class Client:
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         self.url = _checked(url)
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        # as bytes: a key may hold any character, and the HTTP library takes only ASCII as text
+        headers = {b"Authorization": f"Bearer {api_key}".encode()} if api_key else {}
         timeout = httpx.Timeout(SILENCE_S, connect=CONNECT_S)
         # A proxy named in the environment has no business between us and a ring on this network.
         many = httpx.Limits(max_connections=None, max_keepalive_connections=64)

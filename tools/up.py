@@ -82,9 +82,16 @@ class Child:
     log: Path
 
     def last_words(self) -> str:
-        """The last line that the process printed."""
+        """Why it ended: the last line that it printed as an error, or the signal that killed it.
+
+        Events of its log are no reason.
+        """
+        code = self.process.returncode
+        if code is not None and code < 0:
+            return f"killed by {signal.Signals(-code).name}"
         lines = self.log.read_text(errors="replace").strip().splitlines()
-        return lines[-1].removeprefix("kvring: ") if lines else "no output"
+        said = [line for line in lines if line and not line.startswith("{")]
+        return said[-1].removeprefix("kvring: ") if said else "it said nothing"
 
 
 class _InterruptedError(BaseException):

@@ -22,6 +22,7 @@ from pydantic_core import ErrorDetails
 
 from coord.actions import TurnError
 
+MAX_PARAM = 120  # characters of a field's name that an error repeats
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256  # what is withheld of a stream is bounded by the longest stop string
 MAX_TOP_LOGPROBS = 20
@@ -352,4 +353,5 @@ def _most_telling(error: ValidationError) -> ErrorDetails:
 def _param(location: tuple[int | str, ...]) -> str:
     """Path of a field without pydantic's names for the members of a union."""
     kept = [str(part) for part in location if isinstance(part, int) or part.isidentifier()]
-    return ".".join(part for part in kept if part not in ("str", "int"))
+    path = ".".join(part for part in kept if part not in ("str", "int"))
+    return path if len(path) <= MAX_PARAM else f"{path[:MAX_PARAM]}..."
