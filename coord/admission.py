@@ -56,7 +56,7 @@ def choose(
         choice = Choice(ring, wanted, placement)
         there = [other for other in turns.values() if other.ring == ring.name]
         ahead = sum(max(0, other.known - other.sent) for other in there) + ring.rows_in_flight()
-        led = leader(turn, turns, choice)
+        led = leader(turns, choice)
         matched = placement.matched if led is None else led[1]
         row_s = ring.row_s or usual
         own = turn.known - matched
@@ -88,23 +88,29 @@ def explain(choice: Choice, rings: Mapping[str, Ring]) -> Miss | None:
     return miss
 
 
-def leader(turn: Turn, turns: Mapping[int, Turn], choice: Choice) -> tuple[int, int] | None:
+def leader(turns: Mapping[int, Turn], choice: Choice) -> tuple[int, int] | None:
     """A turn that is prefilling more of this prompt than is resident, and how many rows of it.
 
-    Waiting for them and copying costs less than computing them twice (single flight).
+    Waiting for them and copying costs less than computing them twice (single flight). Also one that
+    is over, whose last frames are still in flight, when this prompt goes on where it ended: within
+    a round trip its slot is free and all its rows are known.
     """
     if not choice.wanted.reuse:
         return None
     packed, root, limit = choice.wanted.packed, choice.wanted.root, choice.wanted.limit
     best: tuple[int, int] | None = None
     for other in turns.values():
-        if other.ring != choice.ring.name or other.phase is not Phase.RUNNING or other is turn:
+        ending = other.phase is Phase.DRAINING
+        if other.ring != choice.ring.name or not (ending or other.phase is Phase.RUNNING):
             continue
         assert other.chain is not None
         assert other.slot is not None
         rows = min(other.chain.common(packed, root), other.known, limit)
         resident = choice.ring.ledger.slots[other.slot].resident
-        if rows < choice.placement.matched + FORK_ROWS or resident >= rows:
+        if ending:
+            if rows < max(resident, choice.placement.matched, FORK_ROWS):
+                continue  # another text than the one that ended there
+        elif rows < choice.placement.matched + FORK_ROWS or resident >= rows:
             continue
         if best is None or rows > best[1]:
             best = other.id, rows
@@ -112,12 +118,14 @@ def leader(turn: Turn, turns: Mapping[int, Turn], choice: Choice) -> tuple[int, 
 
 
 def waits_behind(turn: Turn, turns: Mapping[int, Turn], rings: Mapping[str, Ring]) -> bool:
-    """True while the turn's leader still computes the rows that this one will copy."""
+    """True while the turn's leader still computes the rows that this one will use."""
     if turn.behind is None:
         return False
     other = turns.get(turn.behind[0])
-    if other is None or other.phase is not Phase.RUNNING:
+    if other is None or other.phase not in (Phase.RUNNING, Phase.DRAINING):
         return False
+    if other.phase is Phase.DRAINING:
+        return True  # until its last frame is back
     assert other.ring is not None
     assert other.slot is not None
     return rings[other.ring].ledger.slots[other.slot].resident < turn.behind[1]

@@ -446,7 +446,7 @@ class Scheduler:
             found = choose(turn, self.turns, self.rings, now)
             if found is None:
                 return
-            turn.behind = leader(turn, self.turns, found)
+            turn.behind = leader(self.turns, found)
             if turn.behind is None:
                 self._place(turn, found, now, actions)
 

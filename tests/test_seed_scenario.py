@@ -17,7 +17,7 @@ from coord.ledger import Holding
 from pipeline.model import Output, StageModel
 from tests.memoryring import LAYERS, VOCABULARY, MemoryRing, limits, serial, toy
 from transport.chain import Chain
-from transport.frame import Kind, Refusal, Result, Segment, Tensor
+from transport.frame import Copy, Kind, Refusal, Result, Segment, Tensor
 
 CHUNKS = [1, 4, 16, 256]  # 256 tokens: the whole suffix at once
 REPLY = 6
@@ -227,3 +227,17 @@ def test_a_toy_that_answers_by_position_cannot_see_a_missing_row(text: str) -> N
             seen[name] += whole != holed
     assert seen["position"] == 0
     assert seen["chained"] >= 20
+
+
+def test_a_follow_up_waits_for_the_last_frames_of_what_it_continues() -> None:
+    """CASES 12: cut by a stop string; its rows are still coming back when the client goes on."""
+    ring = MemoryRing(drafter=None).form()
+    turn = ring.submit(list(range(20)), 30)
+    while len(ring.replies[turn].tokens) < 9:
+        ring.happen(ring.choices()[0])
+    ring.cancel(turn)
+    said = ring.replies[turn].tokens
+    after = ring.ask([*range(20), *said, 1, 2, 3], 3)
+    assert after.admitted[0].matched == 20 + len(said)
+    assert after.admitted[0].slot == ring.replies[turn].admitted[0].slot
+    assert not any(isinstance(frame, Copy) for frame in ring.sent)
