@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import coord.batch
 from bench.controller import GOAL, curve, rate, scripts
 from bench.virtual import Costs, Script, VirtualRing
+from coord.batch import chunk_rows
 from coord.draft import (
     MAX_DRAFT,
     NGRAM,
@@ -22,6 +24,10 @@ from coord.draft import (
     accepted,
     worthwhile,
 )
+from coord.ring import Ring
+from transport.config import Limits
+from transport.config import Ring as RingSpec
+from transport.config import Stage as StageSpec
 
 TOKENS = st.integers(0, 3)  # few, so that n-grams repeat
 TEXTS = st.lists(TOKENS, max_size=40)
@@ -233,12 +239,29 @@ def test_queueing_does_not_widen_the_window() -> None:
     assert ring.ring.window == 4
 
 
-def test_a_long_prompts_chunks_fill_the_links_with_fewer_frames() -> None:
+def test_a_long_prompts_chunks_fill_the_links_with_fewer_frames(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(coord.batch, "chunk_rows", lambda ring, rows, limits: limits.chunk_tokens)
     ring = VirtualRing(Costs(delay_s=0.02), None)
     ring.run([Script(tuple(range(1, 4097)), (5, 6))])
-    # chunks take up to 0.1 s each: more than one or two of 4 links' worth would only queue, where
-    # frames of one row (a decode's) would fill the same links with 10
-    assert 4 <= ring.most_in_flight <= 6
+    # chunks of 256 rows take 0.1 s each: more than one of 4 links' worth would only queue
+    assert 4 <= ring.most_in_flight <= 5
+
+
+def test_chunks_are_cut_so_that_the_stages_overlap() -> None:
+    def rows(stages: int, frame_s: float, row_s: float, waiting: int) -> int:
+        names = [StageSpec(f"s{i}", f"tcp://s{i}:1", (i, i + 1)) for i in range(stages)]
+        ring = Ring(RingSpec("r", "tcp://c:1", tuple(names)), Limits(chunk_tokens=256), 0, 0)
+        ring.frame_s, ring.row_s = frame_s, row_s
+        return chunk_rows(ring, waiting, ring.limits)
+
+    assert rows(3, 0.0, 0.0, 1500) == 256, "nothing was measured"
+    assert rows(1, 0.01, 0.0004, 1500) == 256, "one stage overlaps with none"
+    assert rows(3, 0.01, 0.0004, 96) == 64  # sqrt(96 x 0.01 / (0.0004 x 2)) = 35
+    assert rows(3, 0.01, 0.0004, 1500) == 160  # 137
+    assert rows(3, 0.01, 0.0004, 100_000) == 256
+    assert rows(3, 1e-6, 0.0004, 10) == 32
 
 
 def test_sixteen_turns_keep_their_pace_over_long_links() -> None:
