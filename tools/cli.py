@@ -17,6 +17,7 @@ import typer
 
 from tools import bench, options
 from tools.errors import USAGE, ToolError
+from tools.framelogs import commands as framelogs
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
@@ -29,6 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench.app, name="bench")
+app.add_typer(framelogs.app, name="log")
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import structlog
 import uvicorn
 
-from tools import logs
+from tools import events
 from tools.errors import USAGE, ToolError
 from transport.config import Config, ConfigError, Ring, Stage, load
 from transport.framelog import LogHeader, Payloads
@@ -48,7 +48,7 @@ def run_stage(
         which, spec = config.find(name)
     except KeyError as error:
         raise ToolError(str(error.args[0]), code=USAGE) from None
-    logs.configure()
+    events.configure()
     # OpenMP reads it when torch is imported; more threads than cores spin and cost 3-6x
     os.environ["OMP_NUM_THREADS"] = str(spec.threads)
     incarnation = secrets.randbits(63)
@@ -99,7 +99,7 @@ def run_coord(
 ) -> int:
     """Run the coordinator until SIGINT or SIGTERM; 0 when it ended by one of them."""
     config = _load(ring)
-    logs.configure()
+    events.configure()
     if config.coordinator.drafter == "model":
         os.environ["OMP_NUM_THREADS"] = str(config.rings[0].head.threads)  # see run_stage
     incarnation = secrets.randbits(63)

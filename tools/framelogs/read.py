@@ -1,0 +1,142 @@
+"""Owns how recorded segments become one stream of frames, by process or in order of time.
+
+Files are grouped by the process that wrote them (role, name, incarnation); a rotated segment that
+is missing is said, a torn tail is cut and said. Knows what a record is, not what its frame means.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tools.errors import ToolError
+from transport.frame import Envelope, Frame, FrameError
+from transport.framelog import FrameLogError, FrameLogReader, LogHeader, LogRecord
+from transport.recorder import segments
+
+
+class LogDamageError(ToolError):
+    """A frame log can't be read on. path, offset: where, in bytes."""
+
+    def __init__(self, path: Path, offset: int, message: str) -> None:
+        super().__init__(f"{path}: {message}")
+        self.path = path
+        self.offset = offset
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One recorded frame. index: the how-manieth record of its process that was read, from 0.
+
+    at_ns: time on one scale for all processes of a log: since 1970, advancing with each process's
+    monotonic clock, so that a clock that was set does not shuffle records. path and record.offset
+    say where it lies.
+    """
+
+    process: Process
+    index: int
+    at_ns: int
+    path: Path
+    record: LogRecord
+    frame: Frame
+    envelope: Envelope
+
+    @property
+    def place(self) -> str:
+        """FILE:BYTE, for people."""
+        return f"{self.path.name}:{self.record.offset}"
+
+
+@dataclass(eq=False, slots=True)
+class Process:
+    """One life of one recorder: its segment files in order. torn_bytes: cut off at the end.
+
+    missing: segment numbers that are not among the files (rotated away, or not sent).
+    """
+
+    header: LogHeader
+    paths: list[Path] = field(default_factory=list)
+    missing: list[int] = field(default_factory=list)
+    torn_bytes: int = 0
+
+    @property
+    def name(self) -> str:
+        """The stage's name, or "coordinator"."""
+        return self.header.name
+
+
+def processes(paths: Sequence[Path]) -> list[Process]:
+    """The recorders of files and directories (searched for segments), coordinators first.
+
+    Raises ToolError where there is no such file or no log in a directory, LogDamageError where the
+    start of a file can't be read.
+    """
+    found: dict[tuple[str, str, int], dict[int, tuple[LogHeader, Path]]] = {}
+    for path in _files(paths):
+        header = _open_header(path)
+        key = header.role, header.name, header.incarnation
+        found.setdefault(key, {})[header.segment] = header, path
+    result = []
+    for life in found.values():
+        numbers = sorted(life)
+        process = Process(life[numbers[0]][0])
+        process.paths = [life[number][1] for number in numbers]
+        process.missing = [n for n in range(numbers[-1]) if n not in life]
+        result.append(process)
+    return sorted(result, key=lambda each: (each.header.role, each.header.wall_ns))
+
+
+def entries(process: Process) -> Iterator[Entry]:
+    """Every record of one process, in order. Raises LogDamageError at the first damaged one."""
+    index, shift = 0, None
+    process.torn_bytes = 0
+    for path in process.paths:
+        with path.open("rb") as file:
+            try:
+                reader = FrameLogReader(file)
+                for record in reader:
+                    if shift is None:
+                        shift = record.wall_ns - record.mono_ns
+                    yield _entry(process, index, shift, path, record)
+                    index += 1
+                process.torn_bytes += reader.torn_bytes
+            except FrameLogError as error:
+                raise LogDamageError(path, error.offset, str(error)) from None
+
+
+def merged(wanted: Sequence[Process]) -> Iterator[Entry]:
+    """The records of several processes in order of time; equal times in order of `wanted`."""
+    return heapq.merge(*(entries(each) for each in wanted), key=lambda entry: entry.at_ns)
+
+
+def _entry(process: Process, index: int, shift: int, path: Path, record: LogRecord) -> Entry:
+    try:
+        frame, envelope = record.decode()
+    except FrameError as error:
+        raise LogDamageError(path, record.offset, f"byte {record.offset}: {error}") from None
+    return Entry(process, index, record.mono_ns + shift, path, record, frame, envelope)
+
+
+def _files(paths: Sequence[Path]) -> Iterator[Path]:
+    for path in paths:
+        if path.is_dir():
+            inside = segments(path)
+            if not inside:
+                raise ToolError(f"{path}: no frame logs (*.kvrlog) in it")
+            yield from inside
+        elif path.is_file():
+            yield path
+        else:
+            raise ToolError(f"{path}: no such file or directory")
+
+
+def _open_header(path: Path) -> LogHeader:
+    try:
+        with path.open("rb") as file:
+            return FrameLogReader(file).header
+    except FrameLogError as error:
+        raise LogDamageError(path, error.offset, str(error)) from None
+    except OSError as error:
+        raise ToolError(f"{path}: {error.strerror}") from None

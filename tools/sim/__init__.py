@@ -1,0 +1,1 @@
+"""The simulator: whole rings in one heap of events, with faults, against outside checkers."""
