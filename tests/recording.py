@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline.stage import CopyRows, DropRows, Forward
 from pipeline.stage import Send as StageSend
 from tests.memoryring import MemoryRing
+from tests.memoryworld import MemoryWorld
 from tools.framelogs.residency import Who
 from transport.frame import (
     Cancel,
@@ -25,7 +27,8 @@ from transport.frame import (
     Tick,
     Wire,
 )
-from transport.framelog import Direction
+from transport.framelog import Direction, LogHeader, Payloads
+from transport.recorder import Recorder
 
 COORDINATOR = Who("coordinator", "coord", 1)
 LOCAL = (Submit, Cancel, Tick, StageLost, FreeSlot, KeepSlot, Drafted)
@@ -74,7 +77,8 @@ class RecordedRing(MemoryRing):
         self.sent.append(frame)
         self._push(0, COORDINATOR, frame)
 
-    def tell(self, frame: Frame) -> None:
+    def note(self, frame: Frame) -> None:
+        """The coordinator is told a frame that came over no link of the ring, or again."""
         if isinstance(frame, LOCAL):
             self._record(COORDINATOR, Direction.LOCAL, frame, None)
         elif isinstance(frame, Heartbeat):
@@ -86,6 +90,10 @@ class RecordedRing(MemoryRing):
         else:  # an answer, from the link or again
             self._record(COORDINATOR, Direction.IN, frame, self._came)
         self._came = None
+
+    def tell(self, frame: Frame) -> None:
+        if self._tell is None or not isinstance(frame, Heartbeat):  # else the world notes it
+            self.note(frame)
         super().tell(frame)
 
     def happen(self, choice: int) -> None:
@@ -123,6 +131,13 @@ class RecordedRing(MemoryRing):
                     self.models[index].drop(action.parked)
         stage.check()
 
+    def lose_answers(self) -> LinkGap:
+        """All that is on the last link is lost; the gap that the coordinator is told of."""
+        self.links[-1].clear()
+        self._numbers[-1].clear()
+        came = self._came = self._following(len(self.links) - 1)
+        return LinkGap(came.sender, 0, came.number)
+
     def restart(self, index: int, *, told: bool = True) -> None:
         """Its incoming link is a new one, too: a MemoryRing tells of no gap there."""
         self._numbers[index].clear()
@@ -135,3 +150,46 @@ class RecordedRing(MemoryRing):
             if not isinstance(frame, LinkGap):
                 self._numbers[link].popleft()
         super().lose(link, count)
+
+
+class RecordedWorld(MemoryWorld):
+    """A MemoryWorld over RecordedRings (patched in), under one coordinator."""
+
+    def tell(self, frame: Frame) -> None:
+        ring = self.rings[0]
+        assert isinstance(ring, RecordedRing)
+        if isinstance(frame, (*LOCAL, Heartbeat)):
+            ring.note(frame)
+        super().tell(frame)
+
+    def gap(self, ring: MemoryRing) -> None:
+        assert isinstance(ring, RecordedRing)
+        lost = ring.lose_answers()
+        ring.note(lost)
+        super().tell(lost)
+
+
+START_NS = 1_700_000_000_000_000_000
+
+
+def save(
+    log: Iterable[Taken],
+    directory: Path,
+    *,
+    payloads: Payloads = Payloads.NONE,
+    skews: dict[str, int] | None = None,
+    segment_bytes: int = 1 << 20,
+) -> None:
+    """Write what --record would have; skews: by how many ns each process's clocks are ahead."""
+    recorders: dict[Who, Recorder] = {}
+    for at, taken in enumerate(log):
+        who = taken.who
+        now = START_NS + at * 1_000_000 + (skews or {}).get(who.name, 0)
+        if who not in recorders:
+            header = LogHeader(who.role, who.name, who.incarnation, "test", now)
+            recorders[who] = Recorder(directory, header, payloads, segment_bytes=segment_bytes)
+        recorders[who].record(
+            now, now, taken.direction, "link", taken.frame, envelope=taken.envelope
+        )
+    for recorder in recorders.values():
+        recorder.close()

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from tools.framelogs.proof.claims import CoordinatorProof
 from tools.framelogs.proof.rows import RULES, Hasher, Tally, Violation
 from tools.framelogs.proof.stage import StageProof
-from transport.frame import Envelope, Frame, LinkGap, Run, Tensor
+from transport.frame import Envelope, Frame, Heartbeat, LinkGap, Run, Tensor
 from transport.framelog import Direction
 
 __all__ = ["RULES", "Residency", "Tally", "Violation", "Who"]
@@ -68,8 +68,11 @@ class Residency:
         self._lives: dict[Who, _Life] = {}
         self._pending: dict[tuple[str, int], dict[int, tuple[bool, Any, bytes | None, Where]]] = {}
 
-    def begin(self, who: Who, *, whole: bool = True) -> None:
-        """A process's frames come next; whole False: not from its start on."""
+    def begin(self, who: Who, *, whole: bool = True, max_model_len: int | None = None) -> None:
+        """A process's frames come next. whole False: not from its start on.
+
+        max_model_len: the limit that a coordinator runs with; None: as for all.
+        """
         proof: StageProof | CoordinatorProof
         if who.role == "stage":
             proof = StageProof(who.name, self.tally, self._hasher, whole=whole)
@@ -78,7 +81,7 @@ class Residency:
                 self.tally,
                 self._hasher,
                 whole=whole,
-                max_model_len=self._max,
+                max_model_len=max_model_len or self._max,
                 repeats=self._repeats,
             )
         self._lives[who] = _Life(proof, whole=whole)
@@ -111,7 +114,7 @@ class Residency:
         try:
             if envelope is not None and direction is not Direction.LOCAL:
                 self._numbered(life, direction, frame, envelope)
-                if self._pair and not isinstance(frame, LinkGap):
+                if self._pair and not isinstance(frame, (LinkGap, Heartbeat)):
                     self._match(direction, frame, envelope, place, wire, data)
             if direction is Direction.OUT:
                 life.proof.sent(frame)

@@ -164,7 +164,9 @@ class CoordinatorProof:
         if result is None:
             if segment.turn not in sending.refused and None not in sending.refused:
                 raise Violation("R4", f"turn {segment.turn} has no result and was not refused")
-            view.sure, view.refused = 0, True
+            view.refused = True
+            if segment.start <= view.sure:  # else what was refused was never acknowledged
+                view.sure = 0
             if turn is not None:
                 turn.refused = True
             return

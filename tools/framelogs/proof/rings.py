@@ -234,7 +234,7 @@ class RingProof:
         known = text is not None and self._fingerprint is not None and start <= len(text)
         if known and text is not None and self._fingerprint is not None:
             root = self._hasher.root(self._fingerprint, salt)
-            if self._hasher.after(root, tuple(text[:start]))[-1] != digest:
+            if self._hasher.of(root, text[:start]) != digest:
                 raise Violation("R3", f"rows [0, {start}) are claimed, of another text")
         self._tally.note("R3", known=False)
         view.rows, view.tokens, view.sure = Rows(start, digest), None, start
@@ -299,7 +299,10 @@ class RingProof:
     def freed(self, slot: int) -> None:
         """A Free goes out."""
         self._overwritten(slot, 0)
-        self._views[slot] = View()
+        if self._whole:
+            self._views.pop(slot, None)  # parked numbers never return
+        else:
+            self._views[slot] = View()
 
 
 def _owner(sending: Sending, slot: int | None) -> int | None:

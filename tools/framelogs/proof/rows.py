@@ -6,7 +6,7 @@ transport.chain: two implementations must agree to the byte.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -74,15 +74,25 @@ class Hasher:
         """The hash behind each of the tokens."""
         known = self._memo.get((parent, tokens))
         if known is None:
-            known, digest = [], parent
-            for token in tokens:
-                plain = digest + token.to_bytes(4, "little")
-                digest = blake2b(plain, digest_size=HASH_BYTES).digest()
-                known.append(digest)
+            known = list(self._each(parent, tokens))
             if len(self._memo) >= MAX_MEMO:
                 del self._memo[next(iter(self._memo))]
             self._memo[parent, tokens] = known
         return known
+
+    def of(self, root: bytes, tokens: Iterable[int]) -> bytes:
+        """The hash of a whole text."""
+        digest = root
+        for digest in self._each(root, tokens):  # noqa: B007 - the last one counts
+            pass
+        return digest
+
+    @staticmethod
+    def _each(digest: bytes, tokens: Iterable[int]) -> Iterator[bytes]:
+        for token in tokens:
+            plain = digest + token.to_bytes(4, "little")
+            digest = blake2b(plain, digest_size=HASH_BYTES).digest()
+            yield digest
 
 
 class Rows:

@@ -121,7 +121,7 @@ class StageProof:
             case Free() | Ping():
                 self._same(frame)
                 if isinstance(frame, Free):
-                    self._slots[frame.slot] = Rows()
+                    self._empty(frame.slot)
             case RollCall():
                 self._called(frame)
             case Reject() if frame.stage == self.name:
@@ -150,7 +150,13 @@ class StageProof:
         self._count, self._capacity = mine.slots, mine.capacity
         for number in [each for each in self._slots if each >= mine.slots]:
             if number not in frame.parked:
-                self._slots[number] = Rows()
+                self._empty(number)
+
+    def _empty(self, number: int) -> None:
+        if self._whole:
+            self._slots.pop(number, None)  # parked numbers never return
+        else:
+            self._slots[number] = Rows()
 
     def _refused(self, frame: Reject) -> None:
         where = f"({frame.epoch}, {frame.seq})"
