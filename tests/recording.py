@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
+import tests.world
 from pipeline.stage import CopyRows, DropRows, Forward
 from pipeline.stage import Send as StageSend
 from tests.memoryring import MemoryRing
 from tests.memoryworld import MemoryWorld
-from tools.framelogs.residency import Who
+from tests.world import Plan, visit
+from tools.framelogs.residency import Residency, Tally, Who
 from transport.frame import (
     Cancel,
     Drafted,
@@ -167,6 +170,25 @@ class RecordedWorld(MemoryWorld):
         lost = ring.lose_answers()
         ring.note(lost)
         super().tell(lost)
+
+
+def record(plan: Plan, steps: int = 25) -> list[Taken]:
+    """Play a world; what its processes recorded. Raises what the world raises, if it does."""
+    log: list[Taken] = []
+    with (
+        patch.object(tests.world, "MemoryRing", RecordedRing),
+        patch.object(RecordedRing, "sink", staticmethod(log.append), create=True),
+    ):
+        visit(plan, steps)
+    return log
+
+
+def prove(log: Sequence[Taken], known: Residency | None = None) -> Tally:
+    """Feed a recording; a Violation's place is the record's index."""
+    proof = known or Residency(repeats=True)
+    for at, taken in enumerate(log):
+        proof.observe(*taken, at)
+    return proof.tally
 
 
 START_NS = 1_700_000_000_000_000_000
