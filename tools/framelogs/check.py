@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 from tools.errors import ToolError
 from tools.framelogs.read import Entry, LogDamageError, Process, merged, processes
@@ -52,7 +53,7 @@ class Proved:
 
 def prove(paths: Sequence[Path]) -> Proved:
     """Prove the logs' residency. Raises OffendingFrame, LogDamageError, or ToolError."""
-    started = time.perf_counter()
+    started = time.process_time()
     found = processes(paths)
     extracts = [each.name for each in found if each.name.startswith(EXTRACT)]
     found = [each for each in found if each.name not in extracts]
@@ -72,7 +73,7 @@ def prove(paths: Sequence[Path]) -> Proved:
             holes[entry.process].remove(entry.path)
             proof.missing(who)
         _observe(proof, who, entry)
-    return Proved(found, proof.tally, proof.waiting(), time.perf_counter() - started, extracts)
+    return Proved(found, proof.tally, proof.waiting(), time.process_time() - started, extracts)
 
 
 def _observe(proof: Residency, who: Who, entry: Entry) -> None:
@@ -93,8 +94,7 @@ def _observe(proof: Residency, who: Who, entry: Entry) -> None:
         raise OffendingFrame(entry, found) from None
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Where a record lies."""
 
     path: Path
@@ -198,13 +198,21 @@ def check(paths: Sequence[Path], *, as_json: bool) -> int:
                 for each in proved.processes
             ],
             one_end=proved.one_end,
-            seconds=round(proved.seconds, 3),
+            cpu_s=round(proved.seconds, 3),
             left_out=proved.left_out,
-            **asdict(proved.tally),
+            **_numbers(proved.tally),
         )
     else:
         sys.stdout.write("\n".join(summary(proved)) + "\n")
     return 0
+
+
+def _numbers(tally: Tally) -> dict[str, object]:
+    counts: dict[str, object] = asdict(tally)
+    counts["rules"] = {
+        rule: {"proved": tally.proved[rule], "unproved": tally.unproved[rule]} for rule in RULES
+    }
+    return {name: count for name, count in counts.items() if name not in ("proved", "unproved")}
 
 
 def _print_json(**values: object) -> None:
@@ -226,7 +234,7 @@ def summary(proved: Proved) -> list[str]:
         lines.append(f"left out (one turn's frames): {', '.join(sorted(set(proved.left_out)))}")
     rate = int(tally.records / proved.seconds) if proved.seconds else 0
     lines.append(
-        f"{tally.records:,} records in {proved.seconds:.1f} s ({rate:,}/s): {tally.segments:,} "
+        f"{tally.records:,} records in {proved.seconds:.1f} s of CPU ({rate:,}/s): {tally.segments:,} "
         f"segments with {tally.rows:,} rows, {tally.copies:,} copies, {tally.answers:,} answers"
     )
     unproved = dict(tally.unproved)
