@@ -65,7 +65,7 @@ def partly(log: Sequence[Taken], draw: Random) -> tuple[list[Taken], Residency]:
 # ---- no false alarm ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("first", (0, SEEDS))
+@pytest.mark.parametrize("first", [0, SEEDS])
 @pytest.mark.parametrize("trouble", ["none", "restarts", "gaps"])
 def test_no_false_alarm(trouble: str, first: int) -> None:
     """300 worlds; each one also as one process's log alone, and as logs that begin anywhere."""
@@ -135,6 +135,27 @@ def test_a_hole_in_a_log_forgets_what_was_known() -> None:
     proof.missing(head)
     prove([taken for taken in log[cut + 60 :] if taken.who == head], proof)
     assert proof.tally.unproved["R1"] > before
+
+
+def test_a_frame_that_no_socket_took_is_no_alarm() -> None:
+    """It has no record and no number on the link, only its place in the order of frames."""
+    log = [taken for taken in record(CLEAN, steps=120) if taken.who == COORDINATOR]
+    unproved = 0
+    for at in Random(6).sample(list(runs(log, "coordinator", Direction.OUT)), 12):
+        lost = log[at].frame
+        assert isinstance(lost, Run)
+        kept: list[Taken] = []
+        numbers: dict[str, int] = {}
+        for index, taken in enumerate(log):
+            frame, envelope = taken.frame, taken.envelope
+            if index == at or (isinstance(frame, Verdict) and frame.seq == lost.seq):
+                continue
+            if envelope is not None:
+                number = numbers[envelope.sender] = numbers.get(envelope.sender, -1) + 1
+                envelope = replace(envelope, number=number)
+            kept.append(taken._replace(envelope=envelope))
+        unproved += sum(prove(kept).unproved.values())
+    assert unproved, "nor is it passed over"
 
 
 # ---- what is wrong is named ----------------------------------------------------------------------
