@@ -199,8 +199,11 @@ class CoordinatorProof:
         sending = ring.number(frame)
         self._forget_turns(ring)
         if ring.blind:  # what those frames committed to cannot be told
-            for name in [each for each, turn in self._turns.items() if turn.on(ring.name)]:
-                del self._turns[name]
+            self._turns = {
+                name: turn
+                for name, turn in self._turns.items()
+                if turn.at is not None and not turn.on(ring.name)
+            }
         if isinstance(frame, Run):
             self._run(ring, frame, sending)
         elif isinstance(frame, Copy):
