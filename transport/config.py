@@ -13,7 +13,7 @@ import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from transport.codec import MAX_PAYLOAD_BYTES, MAX_STAGES
+from transport.codec import MAX_PAYLOAD_BYTES, MAX_SLOTS, MAX_STAGES
 from transport.emulate import Emulate
 from transport.toml_lines import key_lines
 from transport.toml_table import TOY as TOY
@@ -25,6 +25,7 @@ DTYPES = ("bfloat16", "float32")
 DRAFTERS = ("off", "lookup", "model")
 MAX_CONFIG_BYTES = 1 << 20
 MAX_RINGS = 64
+MAX_DOTS = 256
 _HTTP = re.compile(r"(?P<host>[^\s:/\[\]]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})")
 
 
@@ -171,6 +172,9 @@ def load(path: str | os.PathLike[str]) -> Config:
 
 def loads(text: str, *, folder: str | os.PathLike[str] = ".", file: str = "ring.toml") -> Config:
     """Check a ring.toml's text; relative paths mean relative to `folder`. Raises ConfigError."""
+    for number, line_text in enumerate(text.splitlines(), 1):
+        if line_text.count(".") > MAX_DOTS:  # tomllib takes hours for a key of 100,000 parts
+            raise ConfigError(file, number, None, f"more than {MAX_DOTS} dots in a line")
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -179,6 +183,8 @@ def loads(text: str, *, folder: str | os.PathLike[str] = ".", file: str = "ring.
         raise ConfigError(file, line, None, f"not TOML: {error}") from None
     except RecursionError:
         raise ConfigError(file, 1, None, "not TOML: nested too deeply") from None
+    except ValueError:  # what Python makes of a number with more than 4,300 digits
+        raise ConfigError(file, _longest_line(text), None, "not TOML: a number too long") from None
     top = Table(data, (), key_lines(text), file, Path(folder).absolute())
     config = Config(
         model=_model(top.table("model")),
@@ -190,6 +196,11 @@ def loads(text: str, *, folder: str | os.PathLike[str] = ".", file: str = "ring.
     top.finish()
     _unique(config, top)
     return config
+
+
+def _longest_line(text: str) -> int:
+    lines = text.splitlines()
+    return max(range(len(lines)), key=lambda index: len(lines[index]), default=0) + 1
 
 
 def dumps(config: Config) -> str:
@@ -252,7 +263,7 @@ def _emulate(table: Table) -> Emulate:
 def _limits(table: Table) -> Limits:
     base = Limits()
     limits = Limits(
-        slots=table.integer("slots", 1, 1024, base.slots),
+        slots=table.integer("slots", 1, MAX_SLOTS, base.slots),
         max_model_len=table.integer("max_model_len", 16, 1 << 20, base.max_model_len),
         chunk_tokens=table.integer("chunk_tokens", 8, 1 << 16, base.chunk_tokens),
         shared_chunk_tokens=table.integer(

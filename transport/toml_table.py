@@ -16,6 +16,8 @@ TOY = "toy"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _TCP = re.compile(r"tcp://(?P<host>[^\s:/\[\]]+|\[[0-9A-Fa-f:.%a-z0-9]+\]):(?P<port>[0-9]{1,5})")
 _ANYWHERE = ("*", "0.0.0.0", "[::]")
+_FLOAT_LIMIT = 1 << 1023
+_MAX_SHOWN = 200  # characters of a key in an error
 _ADVICE = "write tcp://host:port or ipc://path"
 
 
@@ -55,6 +57,8 @@ class Table:
         dotted = ""
         for part in path:
             dotted += f"[{part}]" if isinstance(part, int) else f".{part}" if dotted else part
+        if len(dotted) > _MAX_SHOWN or not dotted.isprintable():
+            dotted = repr(dotted[:_MAX_SHOWN])
         raise ConfigError(self._file, self._lines.get(at, 1), dotted or None, message)
 
     def take(self, key: str, kind: type, default: Any = MISSING) -> Any:
@@ -65,7 +69,7 @@ class Table:
                 self.fail(f"missing key {key!r}")
             return default
         value = self.data[key]
-        if kind is float and type(value) is int:
+        if kind is float and type(value) is int and abs(value) < _FLOAT_LIMIT:
             value = float(value)
         if type(value) is not kind:
             self.fail(f"must be {_WORDS[kind]}, not {shown(value)}", key)
@@ -75,7 +79,7 @@ class Table:
         """An integer in [low, high]; the default is not checked."""
         value = self.take(key, int, default)
         if key in self.data and not low <= value <= high:
-            self.fail(f"must be from {low} to {high}, not {value}", key)
+            self.fail(f"must be from {low} to {high}, not {shown(value)}", key)
         return value
 
     def seconds(
@@ -100,7 +104,7 @@ class Table:
         if value.startswith("ipc://") and len(value) > 6:
             value = f"ipc://{self.folder / value[6:]}"
             if len(value.encode()) > 107 + 6:
-                self.fail(f"{value}: the path is over 107 bytes", key)
+                self.fail(f"{shown(value)}: the path is over 107 bytes", key)
             return value
         found = _TCP.fullmatch(value)
         if found is None or not 1 <= int(found["port"]) <= 65535:
@@ -116,7 +120,10 @@ class Table:
         path: str = self.take(key, str)
         if not path or "\0" in path:
             self.fail('must be a file, a folder or "toy"', key)
-        return path if path == TOY else str(self.folder / Path(path).expanduser())
+        try:
+            return path if path == TOY else str(self.folder / Path(path).expanduser())
+        except RuntimeError:
+            self.fail(f"there is no home directory for {shown(path)}", key)
 
     def table(self, key: str, *, required: bool = True) -> Table:
         """A table within this one; an empty one where it is not required and not there."""
@@ -156,5 +163,10 @@ _WORDS = {
 
 def shown(value: Any) -> str:
     """A value as an error quotes it: short."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no more than 4,300 digits
+        return f"a number of {value.bit_length()} bits"
+    except RecursionError:
+        return "an array of arrays of arrays"
     return text if len(text) <= 60 else text[:57] + "..."
