@@ -135,6 +135,6 @@ _values: Any = st.recursive(
 @given(st.sampled_from([line for line in VALID.split("\n") if " = " in line]), _values)
 @settings(max_examples=300, deadline=None)
 def test_any_value_for_any_key(line: str, value: object) -> None:
-    key = line.split(" = ")[0]
+    key = line.partition(" = ")[0]
     written = str(value).replace("True", "true").replace("False", "false")
     refused_or_read(VALID.replace(line, f"{key} = {written}", 1))

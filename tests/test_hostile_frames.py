@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
+import struct
 import sys
 import tracemalloc
+import zlib
 from dataclasses import replace
 
 import msgpack
 import pytest
 
-from bench.fuzz.campaign import FuzzFailure, life, run
-from bench.fuzz.campaign import Report as FuzzReport
+from bench.fuzz.campaign import FuzzFailure, run
 from bench.fuzz.mutate import WAYS
 from coord.ring import Phase
+from coord.view import link_counters
 from pipeline.model import ToyModel
 from pipeline.stage import Forward, Send, Stage
 from tests.desk import Desk, runs
@@ -39,6 +42,7 @@ from transport.frame import (
     Timing,
     Verdict,
 )
+from transport.framelog import MAGIC, VERSION, FrameLogError, FrameLogReader
 from transport.numbering import Inbox
 
 SELF = Envelope("x", 7, 0)
@@ -64,8 +68,7 @@ def test_the_campaign_notices_what_it_should(monkeypatch: pytest.MonkeyPatch) ->
     """A stage that believes every prefix is caught within a world or two."""
     monkeypatch.setattr("pipeline.slots.SlotTable._holds", lambda *_: None)
     with pytest.raises(FuzzFailure, match=r"world 3:\d+, message \d+"):
-        for number in range(20):
-            life(f"3:{number}", 400, FuzzReport())
+        run(8000, seed=3)
 
 
 # ---- the decoder ---------------------------------------------------------------------------------
@@ -75,11 +78,12 @@ def refused(header: bytes) -> tuple[str, int]:
     """Why, and how many bytes were allocated at most."""
     tracemalloc.start()
     try:
-        with pytest.raises(FrameError) as raised:
-            decode([header])
-        return str(raised.value), tracemalloc.get_traced_memory()[1]
+        decode([header])
+    except FrameError as error:
+        return str(error), tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
+    pytest.fail("it was taken for a frame")
 
 
 @pytest.mark.parametrize("opening", [b"\xdc\xff\xff", b"\xdd\x00\x01\x00\x00", b"\xdc\x40\x00"])
@@ -92,7 +96,7 @@ def test_nested_lists_that_declare_more_than_follows(opening: bytes) -> None:
 
 
 def test_lists_in_lists_are_shown_by_their_length() -> None:
-    """Quoting one in an error recursed as deep as the peer liked: a RecursionError, not a refusal."""
+    """Quoting one in an error recursed as deep as the peer liked: a RecursionError escaped."""
     ping = encode(Ping("r", 1, 2), SELF)[0]
     assert isinstance(ping, bytes)
     deep = b"\x91" * 900 + b"\x00"
@@ -156,6 +160,35 @@ def test_a_flood_is_counted_and_told_of_now_and_then() -> None:
     assert inbox.counts.undecodable == inbox.counts.dropped == 1000
     assert len(told) == 10
     assert told[-1].endswith("(512 dropped so far)")
+
+
+def test_what_links_drop_is_counted_by_reason() -> None:
+    first, second = Inbox("r0", None), Inbox("r1", None)
+    first.take([b"\xc1"])
+    first.take(encode(Tick(), SELF))
+    for life, number in ((1, 0), (1, 0), (2, 3), (1, 1)):
+        second.take(encode(Ping("r", 1, 1), Envelope("a", life, number)))
+    assert link_counters([first.counts, second.counts]) == {
+        'frames_dropped_total{reason="undecodable"}': 1,
+        'frames_dropped_total{reason="local"}': 1,
+        'frames_dropped_total{reason="duplicate"}': 1,
+        'frames_dropped_total{reason="stale"}': 1,
+        "frames_lost_total": 3,
+    }
+
+
+def test_a_frame_log_whose_header_declares_nested_lists() -> None:
+    """Its check sum is right: whoever wrote it meant it. 1,024 lists of two million items each."""
+    packed = (b"\xdd" + (2_000_000).to_bytes(4, "big")) * 400_000
+    start = MAGIC + struct.pack("<II", VERSION, len(packed))
+    check = zlib.crc32(packed, zlib.crc32(start))
+    tracemalloc.start()
+    try:
+        with pytest.raises(FrameLogError):
+            FrameLogReader(io.BytesIO(start + struct.pack("<I", check) + packed))
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
 
 
 # ---- a stage -------------------------------------------------------------------------------------

@@ -67,8 +67,8 @@ def run(
 ) -> Report:
     """Send `count` hostile messages; FuzzFailure at the first that does harm.
 
-    until_s: end early at this time.monotonic(). every: say how far it is after so many messages. Worlds are seeded by (seed, world's number), so
-    a failure is repeated from its world on.
+    until_s: end early at this time.monotonic(). every: say how far it is after so many messages.
+    Worlds are seeded by (seed, world's number), so a failure is repeated from its world on.
     """
     report = report or Report()
     number = 0
