@@ -295,7 +295,7 @@ def test_a_tokenizer_whose_values_were_replaced(seed: int, tmp_path: Path) -> No
     folder = randommodel.write_folder(tmp_path / "m")
     path = folder / "tokenizer.json"
     whole = json.loads(path.read_text())
-    values = (None, -1, 2**63, 1e300, "", "x" * 1000, [], [[]], {}, True)
+    values: tuple[Any, ...] = (None, -1, 2**63, 1e300, "", "x" * 1000, [], [[]], {}, True)
     for _ in range(SEEDS):
         tree = json.loads(json.dumps(whole))
         holder: Any = tree
