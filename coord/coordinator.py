@@ -23,7 +23,7 @@ from coord.ledger import Holding
 from coord.ring import Phase, Ring
 from coord.scheduler import Scheduler
 from coord.verify import MAX_WRITTEN, Mismatch, Record, Verifier, report
-from coord.view import beat, counters, describe_ring, holdings
+from coord.view import beat, counters, describe_ring, holdings, link_counters
 from transport.config import Config
 from transport.frame import (
     Cancel,
@@ -286,7 +286,7 @@ class Coordinator:
 
     def counters(self) -> dict[str, float]:
         """Counters and gauges for GET /metrics, by name without prefix."""
-        found = counters(self.scheduler)
+        found = counters(self.scheduler) | link_counters([pull.counts for pull in self._pulls])
         if self._verify is not None:
             found["verify_runs_total"] = self._verify.runs
             found["verify_mismatches_total"] = self._verify.mismatches

@@ -18,6 +18,7 @@ MAX_FUNCTION_LINES = 70
 
 CORE = (
     "transport/frame.py",
+    "transport/bounds.py",
     "transport/codec.py",
     "transport/chain.py",
     "transport/framelog.py",
@@ -63,6 +64,7 @@ BROAD_EXCEPT = {
     "pipeline/daemon.py:body": "carries what ended the compute thread to the loop, which raises it",
     "pipeline/daemon.py:run_stage": "says why in a last heartbeat, and re-raises",
     "transport/link.py:_guard": "out of a callback it would stop the reader; wait() raises it",
+    "bench/fuzz/campaign.py:life": "whatever escapes is the finding; it is raised with its seed",
     "tools/pull.py:_pull_hub": "the hub's client raises its HTTP library's own classes",
 }
 

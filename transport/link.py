@@ -147,8 +147,8 @@ class PullLink:
     """The receiving end of any number of links, blocking; use it from one thread only.
 
     address: where to bind, or with port * any free one (then see `address`). link names it
-    where messages are dropped: on_drop(reason) hears of each. Raises LinkError when the address
-    is in use or is none.
+    where messages are dropped: on_drop(reason) hears of the 1st, 2nd, 4th, 8th and so on. Raises
+    LinkError when the address is in use or is none.
     """
 
     def __init__(
