@@ -23,6 +23,8 @@ CORE = (
     "transport/chain.py",
     "transport/framelog.py",
     "transport/numbering.py",
+    "transport/peers.py",
+    "transport/pieces.py",
     "pipeline/slots.py",
     "pipeline/stage.py",
     "pipeline/model.py",
@@ -166,11 +168,17 @@ def _is_set(node: ast.expr, names: set[str]) -> bool:
     return ast.unparse(node) in names
 
 
+LINK = {"transport/link.py", "transport/sockets.py", "transport/door.py"}
 YARDSTICKS = {"bench/toy_ring.py", "bench/ring_latency.py"}  # they measure raw pyzmq beside us
+STRANGERS = {"tests/strangers.py"}  # peers that are not kvring
 
 
 def test_only_the_link_knows_zmq() -> None:
-    assert importers({"zmq", "aiozmq"}, *FOLDERS) <= {"transport/link.py", *YARDSTICKS}
+    assert importers({"zmq"}, *FOLDERS) <= {*LINK, *YARDSTICKS, *STRANGERS}
+    assert importers({"aiozmq"}, *FOLDERS) <= {"transport/link.py"}
+    inside = ("transport.sockets", "transport.door")
+    for path, tree in sources(*FOLDERS).items():
+        assert path in LINK or not set(inside) & set(imports(tree)), path
 
 
 def test_layers_share_frames_not_code() -> None:

@@ -46,7 +46,8 @@ class Coordinator:
     draft_model: as Model.path, for the drafter "model".
     draft_depth: most verify frames of a turn in flight; draft_tokens: most drafts of one frame;
     None for as many as pay. verify_share: of the warm turns, run again cold in idle time and
-    compared; 0 for none.
+    compared; 0 for none. public_key and secret_key_file: of CURVE, both or neither; where the
+    coordinator has them every stage has.
     """
 
     http: str = "127.0.0.1:8000"
@@ -55,6 +56,8 @@ class Coordinator:
     draft_tokens: int | None = None
     verify_share: float = 0.0
     draft_model: str | None = None
+    public_key: str | None = None
+    secret_key_file: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,7 @@ class Limits:
 class Stage:
     """One daemon. address: where others send its frames; bind: where it listens, if different.
 
-    layers: [first, last).
+    layers: [first, last). public_key (Z85) and secret_key_file (absolute): of CURVE.
     """
 
     name: str
@@ -98,6 +101,8 @@ class Stage:
     device: str = "cpu"
     threads: int = 1
     bind: str | None = None
+    public_key: str | None = None
+    secret_key_file: str | None = None
 
     @property
     def listen(self) -> str:
@@ -195,6 +200,7 @@ def loads(text: str, *, folder: str | os.PathLike[str] = ".", file: str = "ring.
     )
     top.finish()
     _unique(config, top)
+    _keyed(config, top)
     return config
 
 
@@ -245,8 +251,9 @@ def _coordinator(table: Table) -> Coordinator:
     share = table.take("verify_share", float, 0.0)
     if not 0.0 <= share <= 1.0:
         table.fail(f"must be from 0 to 1, not {share:g}", "verify_share")
+    public, secret = table.keys()
     table.finish()
-    return Coordinator(http, drafter, depth, tokens, share, model)
+    return Coordinator(http, drafter, depth, tokens, share, model, public, secret)
 
 
 def _emulate(table: Table) -> Emulate:
@@ -332,8 +339,9 @@ def _stage(table: Table) -> Stage:
     threads = table.integer("threads", 1, 1024, 1)
     bind = table.address("bind", listen=True) if "bind" in table.data else None
     table.take("bind", str, None)
+    public, secret = table.keys()
     table.finish()
-    return Stage(name, address, (first, last), device, threads, bind)
+    return Stage(name, address, (first, last), device, threads, bind, public, secret)
 
 
 def _unique(config: Config, top: Table) -> None:
@@ -352,3 +360,34 @@ def _unique(config: Config, top: Table) -> None:
             owner = f"stage {stage.name!r} of ring {ring.name!r}"
             claim(names, stage.name, owner, "ring", i, "stage", j, "name")
             claim(addresses, stage.address, owner, "ring", i, "stage", j, "address")
+
+
+def _keyed(config: Config, top: Table) -> None:
+    """Keys for all or for nobody, and none for two: a link must know whom it lets in."""
+    owners: dict[str | None, str] = {config.coordinator.public_key: "the coordinator"}
+    keyed = [config.coordinator.public_key is not None]
+    keyed += [stage.public_key is not None for ring in config.rings for stage in ring.stages]
+    if not any(keyed):
+        return
+    advice = "others in this file have one, so every process needs one: kvring keygen"
+    if not keyed[0]:
+        where = ["coordinator"] if "coordinator" in top.data else []
+        top.fail(f"the coordinator has no 'public_key'; {advice}", *where)
+    for i, ring in enumerate(config.rings):
+        for j, stage in enumerate(ring.stages):
+            at: tuple[str | int, ...] = ("ring", i, "stage", j)
+            if stage.public_key is None:
+                top.fail(f"stage {stage.name!r} has no 'public_key'; {advice}", *at)
+            if stage.public_key in owners:
+                owner = owners[stage.public_key]
+                key = "public_key" if "public_key" in _raw(top, at) else "public_key_file"
+                top.fail(f"stage {stage.name!r} has the key of {owner}", *at, key)
+            owners[stage.public_key] = f"stage {stage.name!r}"
+
+
+def _raw(top: Table, path: tuple[str | int, ...]) -> dict[str, object]:
+    found: object = top.data
+    for part in path:
+        found = found[part]  # type: ignore[index]
+    assert isinstance(found, dict), path
+    return found

@@ -15,6 +15,7 @@ from typing import TypeAlias, get_args
 
 from transport.codec import decode, encode
 from transport.frame import Buffer, Envelope, Frame, FrameError, LinkGap, Wire
+from transport.pieces import join
 
 OnDrop: TypeAlias = Callable[[str], None]
 _CROSSES: tuple[type, ...] = get_args(Wire)
@@ -108,7 +109,7 @@ class Inbox:
         """The frames that one message delivers, in order: none, it, or a LinkGap and it."""
         counts = self.counts
         try:
-            frame, envelope = decode(parts)
+            frame, envelope = decode(join(parts))
         except FrameError as error:
             counts.undecodable += 1
             return self._drop(str(error))

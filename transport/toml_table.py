@@ -12,8 +12,10 @@ from dataclasses import MISSING
 from pathlib import Path
 from typing import Any, NoReturn
 
+from transport.keys import KeyFileError, is_key, read_public
+
 TOY = "toy"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _TCP = re.compile(r"tcp://(?P<host>[^\s:/\[\]]+|\[[0-9A-Fa-f:.%a-z0-9]+\]):(?P<port>[0-9]{1,5})")
 _ANYWHERE = ("*", "0.0.0.0", "[::]")
 _FLOAT_LIMIT = 1 << 1023
@@ -94,7 +96,7 @@ class Table:
     def name(self, key: str) -> str:
         """A name that is safe in file names, logs and metrics."""
         value: str = self.take(key, str)
-        if not _NAME.fullmatch(value):
+        if not NAME.fullmatch(value):
             self.fail(f"must be 1 to 64 of A-Z a-z 0-9 _ . -, not {shown(value)}", key)
         return value
 
@@ -124,6 +126,36 @@ class Table:
             return path if path == TOY else str(self.folder / Path(path).expanduser())
         except RuntimeError:
             self.fail(f"there is no home directory for {shown(path)}", key)
+
+    def file(self, key: str) -> Path:
+        """A file's absolute path."""
+        path: str = self.take(key, str)
+        if not path or "\0" in path:
+            self.fail("must be a file", key)
+        return self.folder / Path(path).expanduser()
+
+    def keys(self) -> tuple[str | None, str | None]:
+        """A process's public key and the path of its secret one; (None, None) without keys.
+
+        The public key stands in the table or in a file of its own. What is in the file of the
+        secret one is its process's business: the others don't have it.
+        """
+        public: str | None = self.take("public_key", str, None)
+        if public is not None and not is_key(public):
+            self.fail("must be a CURVE key of 40 characters: kvring keygen makes one", "public_key")
+        if "public_key_file" in self.data:
+            if public is not None:
+                self.fail("there is a 'public_key' already: keep one of them", "public_key_file")
+            try:
+                public = read_public(self.file("public_key_file"))
+            except KeyFileError as error:
+                self.fail(str(error), "public_key_file")
+        secret = str(self.file("secret_key_file")) if "secret_key_file" in self.data else None
+        self._known += ["public_key_file", "secret_key_file"]
+        if (public is None) != (secret is None):
+            missing = "secret_key_file" if secret is None else "public_key"
+            self.fail(f"missing key {missing!r}: a process has both or neither")
+        return public, secret
 
     def table(self, key: str, *, required: bool = True) -> Table:
         """A table within this one; an empty one where it is not required and not there."""
