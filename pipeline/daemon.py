@@ -21,7 +21,7 @@ from pipeline.stage import Action, CopyRows, DropRows, Forward, Send, Stage
 from transport.config import Limits, Ring
 from transport.config import Stage as StageSpec
 from transport.emulate import Emulate
-from transport.frame import Envelope, Forwarded, Frame, Heartbeat, StageState, Tensor
+from transport.frame import Buffer, Envelope, Forwarded, Frame, Heartbeat, StageState, Tensor
 from transport.framelog import Direction
 from transport.link import LinkError, PullLink, PushLink, open_push
 from transport.recorder import Recorder
@@ -108,8 +108,12 @@ class Worker:
             while not self.stop.is_set():
                 frame = pull.recv(POLL_S)
                 if frame is not None:
-                    taken = self._take(core, frame, Direction.IN, pull.address, pull.envelope)
+                    taken = self._take(
+                        core, frame, Direction.IN, pull.address, pull.envelope, pull.header
+                    )
                     self._perform(core, model, push, taken)
+                    if self._recorder is not None:
+                        self._recorder.flush()
         except _StoppedError:
             return
         finally:
@@ -144,10 +148,20 @@ class Worker:
         direction: Direction,
         link: str,
         envelope: Envelope | None,
+        header: Buffer | None = None,
     ) -> list[Action]:
         now_ns = time.monotonic_ns()
         if self._recorder is not None:
-            self._recorder.record(now_ns, time.time_ns(), direction, link, frame, envelope=envelope)
+            self._recorder.record(
+                now_ns,
+                time.time_ns(),
+                direction,
+                link,
+                frame,
+                envelope=envelope,
+                header=header,
+                wait=direction is Direction.LOCAL,  # what came in may be what kills the process
+            )
         return core.handle(frame, now_ns / 1e9)
 
     def _send(self, push: PushLink, frame: Frame) -> None:
@@ -159,7 +173,14 @@ class Worker:
         if self._recorder is not None:
             now_ns = time.monotonic_ns()
             self._recorder.record(
-                now_ns, time.time_ns(), Direction.OUT, push.address, frame, envelope=envelope
+                now_ns,
+                time.time_ns(),
+                Direction.OUT,
+                push.address,
+                frame,
+                envelope=envelope,
+                header=push.header,
+                wait=True,
             )
 
 

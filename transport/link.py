@@ -27,7 +27,7 @@ import zmq
 from transport.address import listening, numeric
 from transport.codec import MAX_HEADER_BYTES, MAX_PARTS, MAX_PAYLOAD_BYTES
 from transport.emulate import Air, Deliver, Emulate, Line
-from transport.frame import Buffer, Envelope, Frame
+from transport.frame import Buffer, Envelope, Frame, LinkGap
 from transport.numbering import Inbox, LinkCounts, OnDrop, Outbox
 
 HWM_FRAMES = 1000  # far above any scheduler window (stages + 1), which is what bounds memory
@@ -96,6 +96,7 @@ class PushLink:
         emulate: Emulate | None = None,
     ) -> None:
         self.address = address
+        self.header: Buffer = b""  # of the last frame that was sent, as it was encoded
         self._timeout_s = timeout_s
         self._outbox = Outbox(sender, incarnation, max_bytes)
         self._socket = _socket(zmq.PUSH, address, max_bytes, security)
@@ -115,6 +116,7 @@ class PushLink:
         timeout_s (the frame is then neither sent nor numbered), FrameError when it is too large.
         """
         parts = self._outbox.pack(frame)
+        self.header = parts[0]
         if self._air is None:
             self._write(parts)
         elif not self._air.put(parts):
@@ -165,6 +167,8 @@ class PullLink:
         self._socket = _socket(zmq.PULL, address, max_bytes, security)
         self._timeout_ms = -1  # libzmq's word for no timeout, the socket's default
         self.envelope: Envelope | None = None  # of the frame that recv returned last
+        self.header: Buffer | None = None  # of its message; None for a LinkGap
+        self._last: Buffer = b""  # the last message's header; its tensor is not kept
         deadline = time.monotonic() + BIND_PATIENCE_S
         try:
             while not _bind(self._socket, address, last=time.monotonic() >= deadline):
@@ -192,11 +196,13 @@ class PullLink:
                     parts = self._parts()
                 except zmq.Again:
                     return None
+                self._last = parts[0]
                 self._ready.extend(self._inbox.take(parts))
                 if self._ready:
                     break
                 self._wait_at_most(deadline - time.monotonic())
         frame, self.envelope = self._ready.popleft()
+        self.header = None if isinstance(frame, LinkGap) else self._last
         return frame
 
     def _wait_at_most(self, timeout_s: float) -> None:
@@ -253,6 +259,7 @@ class AsyncPush:
         self._protocol = protocol
         self._outbox = outbox
         self.address = address
+        self.header: Buffer = b""  # of the last frame that was sent, as it was encoded
         self._loop = asyncio.get_running_loop()
         self._air = _air(emulate, outbox.next.sender, self._land)
 
@@ -265,6 +272,7 @@ class AsyncPush:
         """
         self._check()
         parts = self._outbox.pack(frame)
+        self.header = parts[0]
         if self._air is None:
             self._protocol.transport.write(parts)
         elif not self._air.put(parts):
