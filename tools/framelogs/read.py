@@ -74,7 +74,7 @@ def processes(paths: Sequence[Path]) -> list[Process]:
     start of a file can't be read.
     """
     found: dict[tuple[str, str, int], dict[int, tuple[LogHeader, Path]]] = {}
-    for path in _files(paths):
+    for path in files(paths):
         header = _open_header(path)
         key = header.role, header.name, header.incarnation
         found.setdefault(key, {})[header.segment] = header, path
@@ -99,7 +99,7 @@ def entries(process: Process) -> Iterator[Entry]:
                 for record in reader:
                     if shift is None:
                         shift = record.wall_ns - record.mono_ns
-                    yield _entry(process, index, shift, path, record)
+                    yield entry(process, index, shift, path, record)
                     index += 1
                 process.torn_bytes += reader.torn_bytes
             except FrameLogError as error:
@@ -111,7 +111,8 @@ def merged(wanted: Sequence[Process]) -> Iterator[Entry]:
     return heapq.merge(*(entries(each) for each in wanted), key=lambda entry: entry.at_ns)
 
 
-def _entry(process: Process, index: int, shift: int, path: Path, record: LogRecord) -> Entry:
+def entry(process: Process, index: int, shift: int, path: Path, record: LogRecord) -> Entry:
+    """A record with its frame. shift: see Entry.at_ns. Raises LogDamageError."""
     try:
         frame, envelope = record.decode()
     except FrameError as error:
@@ -119,7 +120,8 @@ def _entry(process: Process, index: int, shift: int, path: Path, record: LogReco
     return Entry(process, index, record.mono_ns + shift, path, record, frame, envelope)
 
 
-def _files(paths: Sequence[Path]) -> Iterator[Path]:
+def files(paths: Sequence[Path]) -> Iterator[Path]:
+    """The files among `paths`, and the segments in its directories. Raises ToolError."""
     for path in paths:
         if path.is_dir():
             inside = segments(path)
