@@ -65,3 +65,14 @@ def show(
         tokens=tokens,
     )
     return int(result)
+
+
+@app.command()
+def story(
+    turn: Annotated[int, typer.Argument(metavar="TURN", min=0, help="Which turn.")],
+    paths: Paths,
+    *,
+    tokens: Tokens = False,
+) -> int:
+    """Tell one turn's life in words; with the stages' logs also what each of them did when."""
+    return int(_command("story.run_story")(turn=turn, paths=paths, tokens=tokens))
