@@ -76,3 +76,23 @@ def story(
 ) -> int:
     """Tell one turn's life in words; with the stages' logs also what each of them did when."""
     return int(_command("story.run_story")(turn=turn, paths=paths, tokens=tokens))
+
+
+@app.command()
+def trace(
+    paths: Paths,
+    *,
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="The trace, JSON.")],
+) -> int:
+    """Write a Chrome/Perfetto trace: stages, links and turns on a time line, bubbles as gaps."""
+    return int(_command("trace.run_trace")(paths=paths, out=out))
+
+
+@app.command()
+def plot(
+    paths: Paths,
+    *,
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE.png", help="The picture.")],
+) -> int:
+    """Plot frames in flight, the stages' busy share and the slots' resident rows over time."""
+    return int(_command("plot.run_plot")(paths=paths, out=out))
