@@ -96,3 +96,23 @@ def plot(
 ) -> int:
     """Plot frames in flight, the stages' busy share and the slots' resident rows over time."""
     return int(_command("plot.run_plot")(paths=paths, out=out))
+
+
+@app.command()
+def redact(
+    paths: Paths,
+    *,
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="DIR", help="Where copies go.")],
+    key_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The key; the same one hides alike [default: drawn]."),
+    ] = None,
+    vocabulary: Annotated[
+        int | None, typer.Option(min=1, help="Token ids of the model, if no roll call is in them.")
+    ] = None,
+) -> int:
+    """Copy logs without their text: token ids, salts and names replaced, hashes computed anew."""
+    result = _command("redact.run_redact")(
+        paths=paths, out=out, key_file=key_file, vocabulary=vocabulary
+    )
+    return int(result)
