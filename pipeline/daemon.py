@@ -112,7 +112,7 @@ class Worker:
                         core, frame, Direction.IN, pull.address, pull.envelope, pull.header
                     )
                     self._perform(core, model, push, taken)
-                    if self._recorder is not None:
+                    if self._recorder is not None:  # now that the frames are on their way
                         self._recorder.flush()
         except _StoppedError:
             return
@@ -160,7 +160,7 @@ class Worker:
                 frame,
                 envelope=envelope,
                 header=header,
-                wait=direction is Direction.LOCAL,  # what came in may be what kills the process
+                wait=True,
             )
         return core.handle(frame, now_ns / 1e9)
 

@@ -103,7 +103,7 @@ class LogRecord:
         return decode([self.header, self.data])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made per frame, and that would cost three times as much
 class Unwritten:
     """One frame as it is to be recorded. envelope: None for a local one.
 
@@ -149,12 +149,13 @@ class FrameLogWriter:
 
     def pack(self, wanted: Unwritten) -> bytes:
         """One record's bytes."""
-        envelope = wanted.envelope
-        parts = _parts(wanted, envelope or self._self)
-        header = parts[0]
-        data: Buffer = parts[1] if len(parts) > 1 else b""
-        size = memoryview(data).nbytes
-        payloads = self._payloads
+        envelope, payloads = wanted.envelope, self._payloads
+        payload: Tensor | None = getattr(wanted.frame, "payload", None)
+        header = wanted.header
+        if header is None:
+            header = encode(wanted.frame, envelope or self._self)[0]
+        data: Buffer = b"" if payload is None else memoryview(payload.data).cast("B")
+        size = len(data)
         if payloads is Payloads.NONE or (size == 0 and payloads is Payloads.DIGEST):
             data = b""
         elif payloads is Payloads.DIGEST:
@@ -173,7 +174,7 @@ class FrameLogWriter:
         )
         head = b"".join((fixed, name, header))
         check = crc32(data, crc32(head))
-        start = _START_OF_RECORD.pack(_MARK, len(head) + memoryview(data).nbytes, check)
+        start = _START_OF_RECORD.pack(_MARK, len(head) + len(data), check)
         return b"".join((start, _U32.pack(crc32(start)), head, data))
 
     def write(self, data: bytes) -> None:
@@ -183,16 +184,6 @@ class FrameLogWriter:
             done = self._file.write(left)
             self.bytes_written += done
             left = left[done:]
-
-
-def _parts(wanted: Unwritten, envelope: Envelope) -> list[Buffer]:
-    """The frame's message: encoded only if that was not done yet."""
-    if wanted.header is None:
-        return encode(wanted.frame, envelope)
-    payload: Tensor | None = getattr(wanted.frame, "payload", None)
-    if payload is None:
-        return [wanted.header]
-    return [wanted.header, memoryview(payload.data).cast("B")]
 
 
 _U32 = Struct("<I")

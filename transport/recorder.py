@@ -25,10 +25,10 @@ class Recorder:
     """Records one process's frames as NAME.TIME.SEGMENT.kvrlog in `directory` (made if missing).
 
     header names the process (its segment number is set here). Records go to the file as they come,
-    so that a killed process loses none, or wait for a `flush`: then several cost one write, when
-    their frames are on their way. total_bytes bounds all segments of that name, those
-    of earlier lives included; the oldest go first, at a rotation. A disk that is full or gone ends
-    the recording, never the process: see `error`. Raises OSError if it can't start.
+    or wait for a `flush`: then several cost one write, when their frames are on their way. What was
+    written a killed process does not lose. total_bytes bounds all segments of that name, those of
+    earlier lives included; the oldest go first, at a rotation. A disk that is full or gone ends the
+    recording, never the process: see `error`. Raises OSError if it can't start.
     """
 
     def __init__(
