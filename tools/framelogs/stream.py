@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import IO
 
 from tools.errors import ToolError
-from tools.framelogs.read import Entry, LogDamageError, Process, entries, entry, files, processes
+from tools.framelogs.read import (
+    Entry,
+    LogDamageError,
+    Process,
+    clock_shift,
+    entries,
+    entry,
+    files,
+    processes,
+)
 from transport.framelog import FrameLogError, FrameLogReader, LogHeader
 
 POLL_S = 0.2  # between two looks at a log that grows
@@ -127,7 +136,7 @@ class _Tail:
         try:
             for record in reader:
                 if self._shift is None:
-                    self._shift = record.wall_ns - record.mono_ns
+                    self._shift = clock_shift(path)
                 yield entry(self._process, self._index, self._shift, path, record)
                 self._index += 1
         except FrameLogError as error:

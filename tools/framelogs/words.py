@@ -63,7 +63,7 @@ def line(entry: Entry, start_ns: int, tokens: bool) -> str:
     said = essentials(entry.frame, tokens)
     size = f" {_bytes(record.payload_bytes)}" if record.payload_bytes else ""
     return (
-        f"{seconds:12.6f} {entry.process.name:<11} {way(entry):<5} {other_end(entry):<16} "
+        f"{seconds:12.6f} {entry.process.name:<11} {way(entry):<5} {other_end(entry):<21} "
         f"{number:>6} {kind:<9} {said}{size}"
     ).rstrip()
 
