@@ -178,6 +178,21 @@ def test_layers_share_frames_not_code() -> None:
     assert importers({"tests"}, "tools", "bench") == set()
 
 
+def test_the_proof_of_residency_is_independent() -> None:
+    """It shares frames with the cores: no slot table, no ledger, not even the chain's hash."""
+    proof = {
+        path: tree
+        for path, tree in sources("tools").items()
+        if path == "tools/framelogs/residency.py" or path.startswith("tools/framelogs/proof/")
+    }
+    assert len(proof) > 4
+    for path, tree in proof.items():
+        for name in imports(tree):
+            top = name.split(".")[0]
+            allowed = name.startswith(("transport.frame", "tools.framelogs.proof"))
+            assert allowed or top in sys.stdlib_module_names or name == "transport", (path, name)
+
+
 def test_no_file_can_unpickle() -> None:
     assert importers(UNSAFE, *FOLDERS) == set()
     for path, tree in sources(*FOLDERS).items():

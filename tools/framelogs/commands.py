@@ -116,3 +116,17 @@ def redact(
         paths=paths, out=out, key_file=key_file, vocabulary=vocabulary
     )
     return int(result)
+
+
+@app.command()
+def check(
+    paths: Annotated[list[Path], typer.Argument(help="Frame logs, or directories of them.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> int:
+    """Prove from the frames alone that no row was read that was not there; see docs/log-check.md.
+
+    Ends with exit code 1 and the first offending frame where that is not so.
+    """
+    from tools.framelogs.check import check as run
+
+    return run(paths, as_json=as_json)
