@@ -28,6 +28,7 @@ from coord.view import beat, counters, describe_ring, holdings, link_counters
 from transport.config import Config
 from transport.config import Ring as RingSpec
 from transport.frame import (
+    Buffer,
     Cancel,
     Drafted,
     Envelope,
@@ -346,12 +347,16 @@ class Coordinator:
         now_ns = time.monotonic_ns()
         link = envelope.sender if envelope is not None else "coordinator"
         self._record(Record(now_ns, time.time_ns(), direction, link, frame, envelope))
-        actions = self.scheduler.handle(frame, now_ns / 1e9)
-        for action in actions:
-            self._perform(action)
-            found = self._verify.heard(action, now_ns / 1e9) if self._verify else None
-            if found is not None:
-                self._report(found)
+        try:
+            actions = self.scheduler.handle(frame, now_ns / 1e9)
+            for action in actions:
+                self._perform(action)
+                found = self._verify.heard(action, now_ns / 1e9) if self._verify else None
+                if found is not None:
+                    self._report(found)
+        finally:  # what came in and what was sent, in one write
+            if self._recorder is not None:
+                self._recorder.flush()
         self._note_phases()
         self._set_timer(now_ns / 1e9)
         return actions
@@ -395,9 +400,10 @@ class Coordinator:
             self._log.warning("frame_not_sent", ring=frame.ring, error=str(error))
             return
         now_ns, wall_ns = time.monotonic_ns(), time.time_ns()
-        self._record(Record(now_ns, wall_ns, Direction.OUT, frame.ring, frame, envelope))
+        record = Record(now_ns, wall_ns, Direction.OUT, frame.ring, frame, envelope)
+        self._record(record, push.header)
 
-    def _record(self, record: Record) -> None:
+    def _record(self, record: Record, header: Buffer | None = None) -> None:
         if self._verify is not None:
             self._verify.record(record)
         if self._recorder is not None:
@@ -408,6 +414,8 @@ class Coordinator:
                 record.link,
                 record.frame,
                 envelope=record.envelope,
+                header=header,
+                wait=True,
             )
 
     def _note_phases(self) -> None:

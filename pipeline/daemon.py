@@ -23,6 +23,7 @@ from transport.config import Limits, Ring
 from transport.config import Stage as StageSpec
 from transport.emulate import Emulate
 from transport.frame import (
+    Buffer,
     Envelope,
     Forwarded,
     Frame,
@@ -128,8 +129,12 @@ class Worker:
             while not self.stop.is_set():
                 frame = pull.recv(POLL_S)
                 if frame is not None:
-                    taken = self._take(core, frame, Direction.IN, pull.address, pull.envelope)
+                    taken = self._take(
+                        core, frame, Direction.IN, pull.address, pull.envelope, pull.header
+                    )
                     self._perform(core, model, push, taken)
+                    if self._recorder is not None:  # now that the frames are on their way
+                        self._recorder.flush()
         except _StoppedError:
             return
         finally:
@@ -175,10 +180,20 @@ class Worker:
         direction: Direction,
         link: str,
         envelope: Envelope | None,
+        header: Buffer | None = None,
     ) -> list[Action]:
         now_ns = time.monotonic_ns()
         if self._recorder is not None:
-            self._recorder.record(now_ns, time.time_ns(), direction, link, frame, envelope=envelope)
+            self._recorder.record(
+                now_ns,
+                time.time_ns(),
+                direction,
+                link,
+                frame,
+                envelope=envelope,
+                header=header,
+                wait=True,
+            )
         return core.handle(frame, now_ns / 1e9)
 
     def _send(self, push: PushLink, frame: Frame) -> None:
@@ -190,7 +205,14 @@ class Worker:
         if self._recorder is not None:
             now_ns = time.monotonic_ns()
             self._recorder.record(
-                now_ns, time.time_ns(), Direction.OUT, push.address, frame, envelope=envelope
+                now_ns,
+                time.time_ns(),
+                Direction.OUT,
+                push.address,
+                frame,
+                envelope=envelope,
+                header=push.header,
+                wait=True,
             )
 
 

@@ -120,6 +120,7 @@ def up(
 ) -> int:
     """Run a whole ring on this machine, with its HTTP API. Ctrl-C ends all of it."""
     _check_address(http)
+    _check_record(record, record_payloads)
     wanted = {name: getattr(value, "value", value) for name, value in context.params.items()}
     for name, value in wanted.items():
         _check_finite(name, value)
@@ -141,6 +142,7 @@ def stage(
 ) -> int:
     """Run one stage of a ring on this machine."""
     _check_file(ring)
+    _check_record(record, record_payloads)
     return _code(
         _command("serve.run_stage")(
             ring=ring,
@@ -170,6 +172,7 @@ def coord(
 ) -> int:
     """Run the coordinator of a ring, with the HTTP API."""
     _check_file(ring)
+    _check_record(record, record_payloads)
     if http is not None:
         _check_address(http)
     return _code(
@@ -309,6 +312,12 @@ def _code(result: object) -> int:
 def _check_file(path: Path) -> None:
     if not path.is_file():
         raise ToolError(f"--ring {path}: no such file", code=USAGE)
+
+
+def _check_record(record: Path | None, payloads: options.Payloads) -> None:
+    if record is None and payloads is not options.Payloads.NONE:
+        text = f"--record-payloads {payloads}: needs --record DIR, else nothing is written"
+        raise ToolError(text, code=USAGE)
 
 
 def _check_finite(option: str, value: object) -> None:

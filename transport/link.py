@@ -28,7 +28,7 @@ import zmq
 
 from transport.codec import MAX_HEADER_BYTES, MAX_PARTS, MAX_PAYLOAD_BYTES
 from transport.emulate import Air, Deliver, Emulate, Line
-from transport.frame import Buffer, Envelope, Frame
+from transport.frame import Buffer, Envelope, Frame, LinkGap
 from transport.keys import Security as Security
 from transport.numbering import Inbox, LinkCounts, OnDrop, Outbox
 from transport.peers import OnPeer, PeerWatch
@@ -84,6 +84,7 @@ class PushLink:
         on_peer: OnPeer | None = None,
     ) -> None:
         self.address = address
+        self.header: Buffer = b""  # of the last frame that was sent, as it was encoded
         self._timeout_s = timeout_s
         self._pieces = security is not None
         self._outbox = Outbox(sender, incarnation, max_bytes)
@@ -107,6 +108,7 @@ class PushLink:
         timeout_s (the frame is then neither sent nor numbered), FrameError when it is too large.
         """
         parts = self._outbox.pack(frame)
+        self.header = parts[0]
         if self._air is None:
             self._write(parts)
         elif not self._air.put(parts):
@@ -182,6 +184,8 @@ class PullLink:
             watch(self._socket, link, on_peer)
         self._timeout_ms = -1  # libzmq's word for no timeout, the socket's default
         self.envelope: Envelope | None = None  # of the frame that recv returned last
+        self.header: Buffer | None = None  # of its message; None for a LinkGap
+        self._last: Buffer = b""  # the last message's header; its tensor is not kept
         deadline = time.monotonic() + BIND_PATIENCE_S
         try:
             while not bind(self._socket, address, last=time.monotonic() >= deadline):
@@ -209,11 +213,13 @@ class PullLink:
                     parts = self._parts()
                 except zmq.Again:
                     return None
+                self._last = parts[0]
                 self._ready.extend(self._inbox.take(parts))
                 if self._ready:
                     break
                 self._wait_at_most(deadline - time.monotonic())
         frame, self.envelope = self._ready.popleft()
+        self.header = None if isinstance(frame, LinkGap) else self._last
         return frame
 
     def _wait_at_most(self, timeout_s: float) -> None:
@@ -284,6 +290,7 @@ class AsyncPush:
         self._pieces = pieces
         self._outbox = outbox
         self.address = address
+        self.header: Buffer = b""  # of the last frame that was sent, as it was encoded
         self._loop = asyncio.get_running_loop()
         self._air = _air(emulate, outbox.next.sender, self._land)
 
@@ -296,6 +303,7 @@ class AsyncPush:
         """
         self._check()
         parts = self._outbox.pack(frame)
+        self.header = parts[0]
         if self._air is None:
             self._write(parts)
         elif not self._air.put(parts):
