@@ -28,6 +28,7 @@ from transport.recorder import Recorder
 
 LOADING_BEAT_S = 0.2  # heartbeats while loading carry the progress, and then "ready"
 POLL_S = 0.2  # how long the compute thread may take to see that it should stop
+LEAVE_S = 0.5  # for the last frame to reach the network when the process ends
 Progress = Callable[[float, str], None]
 LoadModel = Callable[[Progress], StageModel]
 
@@ -115,7 +116,7 @@ class Worker:
         finally:
             pull.close()
             if push is not None:
-                push.close()
+                push.close(LEAVE_S)
 
     def _progress(self, progress: float, detail: str) -> None:
         if self.stop.is_set():  # a large model loads for minutes; the signal should not wait
@@ -232,7 +233,7 @@ async def run_stage(worker: Worker, incarnation: int, stop: asyncio.Event) -> No
     finally:
         worker.stop.set()
         stopping.cancel()
-        await push.close(linger_s=0.5)
+        await push.close(LEAVE_S)
 
 
 async def _in_thread(work: Callable[[], None], name: str) -> None:
