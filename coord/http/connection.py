@@ -7,6 +7,8 @@ request says, and how long its body may take, is coord.http.errors'.
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
@@ -18,6 +20,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from coord.actions import TurnError
 from coord.http.errors import respond
 
+# The kernel's share of an unread answer; Linux alone would go up to 4 MB for each connection.
+SEND_BUFFER_BYTES = 1 << 18
+_AT_ONCE = struct.pack("ii", 1, 0)  # SO_LINGER: closing resets, and what is unsent is dropped
 OPEN_PATHS = ("/health", "/ready")  # probes: no key needed, and answered on a full server
 
 _log = structlog.get_logger(__name__)
@@ -80,6 +85,7 @@ class _Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._socket().setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         # Paused whenever the kernel takes no more: a turn's events then wait in its bounded queue.
         transport.set_write_buffer_limits(high=0)
         count, most = len(self.connections), self.patience.connections
@@ -136,7 +142,13 @@ class _Connection(H11Protocol):
             self._stuck.start()
             return
         _log.warning("slow_reader_cut_off", unwritten=left, seconds=self.patience.write_s)
+        # Otherwise the kernel would keep its share for minutes, until the client read it.
+        self._socket().setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
         self.transport.abort()
+
+    def _socket(self) -> socket.socket:
+        found: socket.socket = self.transport.get_extra_info("socket")
+        return found
 
 
 def _overloaded(app: ASGIApp, most: int) -> ASGIApp:
