@@ -18,8 +18,10 @@ import uvicorn
 from coord.actions import Admitted, Finished, Tokens
 from coord.gateway import Settings, build_app
 from coord.http.connection import Patience, protocol
+from coord.http.engine import Engine
 from coord.tokenizer import ByteTokenizer
 from tests.fake_engine import FakeEngine, Step, says
+from tests.localring import LocalRing
 from tests.test_gateway import CHAT, HI
 
 PATIENCE = Patience()
@@ -30,7 +32,7 @@ Scene = Callable[[Address], Awaitable[None]]
 
 @asynccontextmanager
 async def serving(
-    engine: FakeEngine, patience: Patience, **settings: Any
+    engine: Engine, patience: Patience, **settings: Any
 ) -> AsyncIterator[tuple[Address, uvicorn.Server]]:
     """The server as `kvring coord` runs it, on a free port."""
     app = build_app(engine, ByteTokenizer([0]), Settings(keep_alive_s=0.05, **settings))
@@ -145,30 +147,71 @@ def test_neighbours_of_a_slow_reader_are_served() -> None:
     on_server(engine, scene, Patience(write_s=20.0))
 
 
-def test_a_reader_that_is_slow_but_reads_gets_everything() -> None:
+def test_the_ring_does_not_wait_for_a_slow_reader() -> None:
+    """Its tokens wait in the turn's own queue; the only slot goes to the next turn."""
+
+    async def main() -> None:
+        ring = LocalRing(slots=1)
+        await ring.open()
+        many = {"max_tokens": 900, "ignore_eos": True, "logprobs": True, "top_logprobs": 20}
+        async with serving(ring, Patience(write_s=2.0)) as (at, server):
+            with unread(at, HI | many | {"stream": True}) as client:
+                while not ring.scheduler.running():
+                    await asyncio.sleep(0.001)
+                async with httpx.AsyncClient(base_url=f"http://{at[0]}:{at[1]}") as other:
+                    answer = await other.post(CHAT, json=HI | {"max_tokens": 5}, timeout=20)
+                    assert answer.json()["kvring"]["turn"] == 2
+                    page = (await other.get("/metrics")).text
+                assert ring.scheduler.running() == 0, "both turns are over for the ring"
+                assert "request_success_total" in page
+                assert 'finished_reason="length"} 1.0' in page, "one is not for its client"
+                assert await gone(client)
+            while server.server_state.connections:
+                await asyncio.sleep(0.01)
+        await ring.close()
+
+    async def bounded() -> None:
+        async with asyncio.timeout(60):
+            await main()
+
+    asyncio.run(bounded())
+
+
+def large_answer() -> FakeEngine:
+    """3 MB, all written at once where it is no stream."""
+    top = tuple((byte, -0.5) for byte in range(20))
+    tokens = [Tokens(1, (97,), (-0.1,), (top,)) for _ in range(2000)]
+    return FakeEngine([Admitted(1, "r0", 0, 10, 0), *tokens, Finished(1, "length")])
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_reader_that_is_slow_but_reads_gets_everything(stream: bool) -> None:
     """No byte for write_s is the limit, not the time for all of it."""
-    engine = FakeEngine(long_reply())
 
     async def scene(at: Address) -> None:
         loop, got = asyncio.get_running_loop(), bytearray()
-        began = loop.time()
+        body = HI | {"stream": stream, "logprobs": True, "top_logprobs": 20}
         with socket.create_connection(at) as client:
-            client.sendall(request(HI | {"stream": True}))
+            client.sendall(request(body))
             client.setblocking(False)
-            while b"[DONE]" not in got[-100:]:
-                got += await loop.sock_recv(client, 1 << 16)
-                await asyncio.sleep(0.02)
+            first = await loop.sock_recv(client, 1)
+            began = loop.time()
+            while data := await loop.sock_recv(client, 1 << 15):
+                got += data
+                await asyncio.sleep(0.03)
+                if got.endswith((b"0\r\n\r\n", b'"ended_by":"length"}}')):
+                    break
+        assert first == b"H"
         assert loop.time() - began > 2 * 0.7
-        assert bytes(got).count(b'"content":"a"') == LONG_TOKENS
+        assert bytes(got).count(b'"top_logprobs":[') == 2000
+        assert b'"finish_reason":"length"' in got
 
-    on_server(engine, scene, Patience(write_s=0.7))
+    on_server(large_answer(), scene, Patience(write_s=0.7))
 
 
 def test_an_unread_whole_answer_does_not_hold_its_connection() -> None:
     """It is over for the gateway, but its bytes stand in the buffer."""
-    top = tuple((byte, -0.5) for byte in range(20))
-    tokens = [Tokens(1, (97,), (-0.1,), (top,)) for _ in range(2000)]
-    engine = FakeEngine([Admitted(1, "r0", 0, 10, 0), *tokens, Finished(1, "length")])
+    engine = large_answer()
 
     async def scene(at: Address) -> None:
         with unread(at, HI | {"logprobs": True, "top_logprobs": 20}) as client:

@@ -40,7 +40,7 @@ from transport.config import (
 from transport.emulate import Emulate
 
 STOP_S = 10.0  # for a process to end once it has nothing left to do; then it is killed
-QUIET_S = 0.5  # an ending that takes longer says why
+QUIET_S = 2.0  # an ending that takes longer says why; with nothing left to do it takes 0.3 s
 POLL_S = 0.1
 DEFAULT_CONTEXT = 8192  # tokens per slot where neither the model nor the user says less
 CONTEXT_STEP = 512  # exact mode's KV views end on it; a capacity that is no multiple is padded
