@@ -12,7 +12,7 @@ from coord.actions import Action, Admitted, Failed, Finished, Send, Tokens
 from coord.admission import Choice, choose, explain, leader, queue, round_of, waits_behind
 from coord.batch import ahead, certain
 from coord.counters import Totals
-from coord.draft import Drafter, accepted
+from coord.draft import Acceptance, Drafter, Usual, accepted
 from coord.draft_model import ModelDrafter, asked
 from coord.ledger import Miss
 from coord.placing import NO_TURN, carry_out, expire, free
@@ -69,6 +69,7 @@ class Scheduler:
         self.rings = {spec.name: Ring(spec, limits, first_epoch, vocabulary) for spec in rings}
         self.turns: dict[int, Turn] = {}  # waiting, running and draining, in order of arrival
         self.totals = Totals()
+        self.usual = Usual()
         self._round = 0  # of the turn that was admitted last
         self._now = 0.0
 
@@ -182,9 +183,13 @@ class Scheduler:
         else:
             budget = min(submit.budget, limit - prompt)
             drafter = self._drafter() if self._drafter is not None else None
-            turn_round = round_of(submit.salt, self.turns.values(), self._round)
             self.turns[submit.turn] = Turn(
-                submit, budget, drafter, waiting_since=now, round=turn_round
+                submit,
+                budget,
+                drafter,
+                acceptance=Acceptance(self.usual),
+                waiting_since=now,
+                round=round_of(submit.salt, self.turns.values(), self._round),
             )
 
     def _cancel(self, cancel: Cancel, now: float, actions: list[Action]) -> None:
@@ -294,7 +299,10 @@ class Scheduler:
         assert segment.end - segment.want == turn.known - 1, (segment, turn)
         drafts = turn.chain.tokens(turn.known, min(len(turn.chain), segment.end + 1))
         right = accepted(drafts, result.tokens)
-        turn.acceptance.learn(len(drafts), right)
+        if drafts:
+            turn.acceptance.learn(len(drafts), right)
+        else:
+            turn.learn_from(result.tokens[0])
         self.totals.drafts_accepted += right
         self.totals.drafts_rejected += min(len(drafts), segment.want) - right
         reason, count = None, 0
