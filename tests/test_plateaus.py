@@ -5,6 +5,7 @@ Counts every object that the app and its ring reach, so that a new structure is 
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import types
 from collections import Counter
@@ -24,7 +25,14 @@ TEXT = "/v1/completions"
 CHAT = "/v1/chat/completions"
 BOUND = 10  # of every bounded structure, in place of thousands
 ROUND = 60  # clients, each with names of its own: far more than BOUND
-ENDS = (types.ModuleType, type, types.BuiltinFunctionType, types.CodeType)
+ENDS = (
+    types.ModuleType,
+    type,
+    types.BuiltinFunctionType,
+    types.CodeType,
+    asyncio.AbstractEventLoop,  # it drops cancelled timers a hundred at a time
+    asyncio.TimerHandle,
+)
 
 
 def reachable(*roots: object) -> Counter[str]:
