@@ -41,6 +41,7 @@ from transport.trust import StageTrust
 
 LOADING_BEAT_S = 0.2  # heartbeats while loading carry the progress, and then "ready"
 POLL_S = 0.2  # how long the compute thread may take to see that it should stop
+LEAVE_S = 0.5  # for the last frame to reach the network when the process ends
 Progress = Callable[[float, str], None]
 LoadModel = Callable[[Progress], StageModel]
 
@@ -140,7 +141,7 @@ class Worker:
         finally:
             pull.close()
             if push is not None:
-                push.close()
+                push.close(LEAVE_S)
 
     def _count_refused(self, event: PeerEvent) -> None:
         said = self._refusals.note(event, time.monotonic())
@@ -300,7 +301,7 @@ async def run_stage(worker: Worker, incarnation: int, stop: asyncio.Event) -> No
         worker.stop.set()
         worker.next_lost = None
         stopping.cancel()
-        await push.close(linger_s=0.5)
+        await push.close(LEAVE_S)
 
 
 async def _in_thread(work: Callable[[], None], name: str) -> None:

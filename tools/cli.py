@@ -261,9 +261,15 @@ def apikey(
     admin: Annotated[
         bool, typer.Option("--admin", help="It sees and may evict everybody's slots.")
     ] = False,
+    turns: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, max=999_999, help="Turns at once [default: ring.toml's limit]."
+        ),
+    ] = None,
 ) -> int:
     """Draw an API key: prints the key (once) and the line for --api-key-file."""
-    return _code(_command("apikey.run_apikey")(name=name, admin=admin))
+    return _code(_command("apikey.run_apikey")(name=name, admin=admin, turns=turns))
 
 
 @app.command()

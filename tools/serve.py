@@ -9,10 +9,8 @@ import asyncio
 import contextlib
 import os
 import secrets
-import signal
 import socket
 import stat
-import threading
 import time
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -25,6 +23,7 @@ import uvicorn
 from tools import events
 from tools.errors import USAGE, ToolError
 from tools.security import check_http, check_link, trust_of_coordinator, trust_of_stage
+from tools.stop import Stop, first
 from transport.config import Config, ConfigError, Ring, Stage, load
 from transport.framelog import LogHeader, Payloads
 from transport.link import LinkError
@@ -32,8 +31,11 @@ from transport.recorder import Recorder
 from transport.trust import CoordinatorTrust, StageTrust
 
 if TYPE_CHECKING:
+    from coord.coordinator import Coordinator
     from coord.drafting import DraftRunner
+    from coord.gateway import Settings
     from coord.http.keys import Key
+    from coord.http.limits import Door
 
 
 def run_stage(
@@ -46,7 +48,10 @@ def run_stage(
     insecure: bool = False,
     with_parent: bool = False,
 ) -> int:
-    """Run one stage until SIGINT or SIGTERM; 0 when it ended by one of them."""
+    """Run one stage until SIGINT or SIGTERM; 0 when it ended by one of them.
+
+    It finishes the frame at hand first.
+    """
     config = _load(ring)
     try:
         which, spec = config.find(name)
@@ -78,7 +83,7 @@ async def _stage(
     from pipeline.load import load_model
     from pipeline.model import ModelError
 
-    stop = _stop_event(with_parent)
+    stop = Stop(with_parent=with_parent)
     worker = Worker(
         ring,
         spec,
@@ -90,7 +95,7 @@ async def _stage(
         trust,
     )
     try:
-        await run_stage(worker, incarnation, stop)
+        await run_stage(worker, incarnation, stop.asked)
     except (LinkError, ModelError) as error:
         raise ToolError(f"stage {spec.name}: {error}") from None
     structlog.get_logger().info("stopped", stage=spec.name)
@@ -108,7 +113,10 @@ def run_coord(
     insecure: bool = False,
     with_parent: bool = False,
 ) -> int:
-    """Run the coordinator until SIGINT or SIGTERM; 0 when it ended by one of them."""
+    """Run the coordinator until SIGINT or SIGTERM; 0 when it ended by one of them.
+
+    Turns that run may end first, within limits.drain_s; a second signal ends it at once.
+    """
     config = _load(ring)
     events.configure()
     if config.coordinator.drafter == "model":
@@ -139,10 +147,13 @@ async def _coord(
     trust: CoordinatorTrust | None,
 ) -> int:
     from coord.coordinator import Coordinator
-    from coord.gateway import Settings, build_app
+    from coord.gateway import build_app
+    from coord.http.connection import Patience, protocol
+    from coord.http.limits import Door
     from coord.tokenizer import load_tokenizer
 
-    stop = _stop_event(with_parent)
+    stop = Stop(with_parent=with_parent)
+    limits = config.limits
     try:
         tokenizer = await asyncio.to_thread(load_tokenizer, config.model.path)
     except (ValueError, OSError) as error:
@@ -155,24 +166,29 @@ async def _coord(
         await coordinator.open()
     except LinkError as error:
         raise ToolError(f"coordinator: {error}") from None
-    app = build_app(coordinator, tokenizer, Settings(api_keys=api_keys))
+    door = Door(coordinator.counters, per_key_turns=limits.per_key_turns)
+    app = build_app(coordinator, tokenizer, _settings(config, api_keys), door)
+    patience = Patience(write_s=limits.write_timeout_s, connections=limits.connections)
     server = _Server(
         uvicorn.Config(
-            app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=3
+            app,
+            http=protocol(patience),
+            ws="none",
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=3,
         )
     )
     host, port = listener.getsockname()[:2]
     structlog.get_logger().info("listening", http=f"http://{host}:{port}")
 
     async def watch() -> None:
-        waits = [asyncio.ensure_future(stop.wait()), asyncio.ensure_future(coordinator.wait())]
         try:
-            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            for future in done:
-                future.result()
+            await first(stop.asked.wait(), coordinator.wait())
+            if stop.asked.is_set():
+                await _drain(coordinator, door, stop, limits.drain_s)
         finally:
-            for future in waits:
-                future.cancel()
             if drafts is not None:
                 drafts.close()
             await coordinator.close()  # open streams end with an error event
@@ -185,6 +201,25 @@ async def _coord(
         group.create_task(server.serve(sockets=[listener]))
     structlog.get_logger().info("stopped", stage="coordinator")
     return 0
+
+
+async def _drain(coordinator: Coordinator, door: Door, stop: Stop, limit_s: float) -> None:
+    """Let the turns end that run, within limit_s, unless a second signal comes."""
+    log = structlog.get_logger()
+    if door.running and not stop.now.is_set():
+        log.info("draining", turns=door.running, limit_s=limit_s)
+    await first(door.drain(limit_s), stop.now.wait(), coordinator.wait())
+    if door.running:
+        log.warning("turns_cut_off", turns=door.running)
+
+
+def _settings(config: Config, api_keys: tuple[Key, ...]) -> Settings:
+    from coord.gateway import Settings
+
+    limits = config.limits
+    return Settings(
+        api_keys=api_keys, deadline_s=limits.deadline_s, per_key_turns=limits.per_key_turns
+    )
 
 
 async def _drafts(config: Config, vocabulary: int) -> DraftRunner | None:
@@ -261,25 +296,6 @@ def _load(path: Path) -> Config:
         return load(path)
     except (ConfigError, OSError) as error:
         raise ToolError(str(error), code=USAGE) from None
-
-
-def _stop_event(with_parent: bool) -> asyncio.Event:
-    """Set by SIGINT and SIGTERM, and (with_parent) when standard input ends: the parent is gone."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-    if with_parent:
-
-        def wait() -> None:
-            # Not sys.stdin: its lock, held by this thread, would abort the interpreter's shutdown.
-            while os.read(0, 4096):
-                pass
-            with contextlib.suppress(RuntimeError):  # the loop is closed: it ends anyway
-                loop.call_soon_threadsafe(stop.set)
-
-        threading.Thread(target=wait, name="parent", daemon=True).start()
-    return stop
 
 
 @contextlib.contextmanager

@@ -69,7 +69,8 @@ class Limits:
     ring, None for as many as keep the stages busy. frame_timeout_s: a frame without a verdict for
     this long counts as lost. idle_ttl_s: rows that nobody has used for so long are freed, 0 for
     never. park_bytes: host memory per stage for rows of conversations that lost their slot.
-    resume_s: a turn whose ring was lost fails when no ring is ready after this long.
+    resume_s: a turn whose ring was lost fails when no ring is ready after this long. From
+    deadline_s on: of the HTTP API.
     """
 
     slots: int = 4
@@ -86,6 +87,11 @@ class Limits:
     park_bytes: int = 0
     send_timeout_s: float = 10.0
     max_frame_bytes: int = MAX_PAYLOAD_BYTES
+    deadline_s: float = 3600.0
+    per_key_turns: int = 0
+    write_timeout_s: float = 30.0
+    connections: int = 512
+    drain_s: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +294,11 @@ def _limits(table: Table) -> Limits:
         max_frame_bytes=table.integer(
             "max_frame_bytes", 1 << 20, MAX_PAYLOAD_BYTES, base.max_frame_bytes
         ),
+        deadline_s=table.seconds("deadline_s", 0.1, 86400, base.deadline_s),
+        per_key_turns=table.integer("per_key_turns", 0, 1 << 20, base.per_key_turns),
+        write_timeout_s=table.seconds("write_timeout_s", 0.1, 86400, base.write_timeout_s),
+        connections=table.integer("connections", 1, 1 << 16, base.connections),
+        drain_s=table.seconds("drain_s", 0.0, 86400, base.drain_s),
     )
     table.finish()
     if limits.lost_after_s < 2 * limits.heartbeat_s:
