@@ -25,17 +25,19 @@ from typing import Any
 import pytest
 
 import coord.admission
+import coord.ring
 import coord.scheduler
 import pipeline.stage
 from coord.ledger import Ledger, Wanted
 from coord.ring import InFlight, Ring
+from coord.rollcall import claims, renewed
 from coord.scheduler import Scheduler
 from coord.turn import Turn
 from pipeline.slots import SlotTable
 from pipeline.stage import Forward, Stage
 from tests.world import Plan, visit
 from transport.chain import Chain
-from transport.frame import Copy, Free, Kind, Ping, Run, Segment
+from transport.frame import Copy, Free, Kind, Ping, RollCall, Run, Segment
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
@@ -215,12 +217,10 @@ def _(patcher: pytest.MonkeyPatch) -> None:
 
 @mutation("a restarted stage's rows are still claimed", "restarts")
 def _(patcher: pytest.MonkeyPatch) -> None:
-    fresh = Ring._fresh_ledger
+    def all_of_it(ledger: Ledger, held: Any, call: RollCall, reason: str) -> Any:
+        return renewed(ledger, held, replace(call, claims=claims(held)), reason)
 
-    def old(self: Ring, slots: int, capacity: int, park_rows: int) -> Ledger:
-        return self.ledger if self.ledger.slots else fresh(self, slots, capacity, park_rows)
-
-    patcher.setattr(Ring, "_fresh_ledger", old)
+    patcher.setattr(coord.ring, "renewed", all_of_it)
 
 
 # ---- the turn ------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from transport.frame import (
     GREEDY,
     Buffer,
     Cancel,
+    Claim,
     Copy,
     Drafted,
     Envelope,
@@ -38,6 +39,7 @@ from transport.frame import (
     Ping,
     Refusal,
     Reject,
+    Remembered,
     Result,
     RollCall,
     Run,
@@ -62,7 +64,7 @@ MAX_SEGMENTS = 1024  # turns in one frame
 MAX_TOKENS = 1 << 20  # tokens of one segment or prompt
 MAX_STAGES = 256  # stages in one ring: timings and roll-call entries
 MAX_ROWS = 1 << 16  # positions of one Result with logprobs; the longest list of all
-MAX_PARKED = 1 << 16  # parked prefixes that one coordinator knows
+MAX_PARKED = 1 << 16  # parked prefixes of one stage, and claims of a roll call
 MAX_TOP = 64  # most likely tokens listed per position
 MAX_BIAS = 300  # biased tokens of one turn, as OpenAI's API has it; 4 KB in each of its segments
 MAX_TEXT = 4096  # characters of a detail
@@ -274,6 +276,7 @@ _COUNT = _integer(0, U31)
 _SERIAL = _integer(0, U63)
 _DIGEST = _binary(DIGEST_BYTES, DIGEST_BYTES)
 _SALT = _binary(0, 64)
+_PRINT = _binary(1, 64)
 
 _PENALTY = _real(-1e3, 1e3)
 _SHAPING = _record(
@@ -314,6 +317,7 @@ _SEGMENT = _record(
 _ENVELOPE = _record(Envelope, _NAME, _SERIAL, _SERIAL)[1]
 _TIMINGS = _many(_record(Timing, _NAME, _SERIAL, _SERIAL), 0, MAX_STAGES)
 _KEEP = _real(0.0, 1e9)
+_CLAIM = _record(Claim, _COUNT, _integer(1, U31), _DIGEST)
 _LOGPROB = _real(-math.inf, 0.0)
 _TOP = _many(_pair(_COUNT, _LOGPROB), 0, MAX_TOP)
 _RESULT = _record(
@@ -332,7 +336,7 @@ _ENTRY = _record(
     _SERIAL,
     _pair(_COUNT, _COUNT),
     _COUNT,
-    _binary(1, 64),
+    _PRINT,
     _COUNT,
     _COUNT,
     _COUNT,
@@ -363,7 +367,7 @@ _CODECS: dict[str, _Codec] = {
             _optional(_SERIAL),
             _optional(_COUNT),
         ),
-        RollCall: (_NAME, _SERIAL, _many(_COUNT, 0, MAX_PARKED), _many(_ENTRY, 0, MAX_STAGES)),
+        RollCall: (_NAME, _SERIAL, _many(_CLAIM, 0, MAX_PARKED), _many(_ENTRY, 0, MAX_STAGES)),
         Copy: (
             _NAME,
             _SERIAL,
@@ -395,6 +399,7 @@ _CODECS: dict[str, _Codec] = {
         StageLost: (_NAME, _NAME, _TEXT),
         FreeSlot: (_NAME, _COUNT),
         KeepSlot: (_NAME, _COUNT, _KEEP),
+        Remembered: (_NAME, _COUNT, _PRINT, _SALT, _tokens(1), _NAME, _flag(), _KEEP, _KEEP),
         Drafted: (_SERIAL, _COUNT, _tokens(0)),
     }.items()
 }
