@@ -62,10 +62,13 @@ class Settings:
     retry_after_s: int = 1
 
 
-def build_app(engine: Engine, tokenizer: Tokenizer, settings: Settings) -> FastAPI:
-    """The ASGI app of one coordinator."""
+def build_app(
+    engine: Engine, tokenizer: Tokenizer, settings: Settings, history: History | None = None
+) -> FastAPI:
+    """The ASGI app of one coordinator. history: what was said before it started."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
-    gateway, rings = _Gateway(engine, tokenizer, settings), RingApi(engine, tokenizer)
+    gateway = _Gateway(engine, tokenizer, settings, History() if history is None else history)
+    rings = RingApi(engine, tokenizer)
     for path, handler in (
         ("/v1/chat/completions", gateway.chat),
         ("/v1/completions", gateway.complete),
@@ -93,7 +96,9 @@ def build_app(engine: Engine, tokenizer: Tokenizer, settings: Settings) -> FastA
 class _Gateway:
     """The handlers, and the replies that run."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, settings: Settings) -> None:
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer, settings: Settings, history: History
+    ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
         self._settings = settings
@@ -102,7 +107,7 @@ class _Gateway:
         self._created = int(time.time())
         # by tenant and id, then by choice; bounded by the engine's queue
         self._replies: dict[tuple[bytes, str], dict[int, Reply]] = {}
-        self._history = History()
+        self._history = history
         self._salts: OrderedDict[str, bytes] = OrderedDict()  # a session's hint -> its last salt
 
     # ---- completions ----

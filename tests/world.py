@@ -30,10 +30,10 @@ class Plan:
 
     rows: from how many rows on a prefix is worth a copy, or a place in the park. trouble: "none";
     "restarts" of stages, with stale answers repeated; "successors": the coordinator dies, and the
-    next one is told what is right, old, cut or a lie, and stages restart now and then; "gaps": frames lost on
-    links; "lies": the ledger claims what is not there, and stages lose rows. sampled: turns sample, with penalties,
-    biases and filters of all kinds; else they are greedy. model: drafts come from a draft model
-    whose answers are late, wrong, repeated or never given.
+    next one is told what is right, old, cut or a lie, and stages restart now and then; "gaps":
+    frames lost on links; "lies": the ledger claims what is not there, and stages lose rows.
+    sampled: turns sample, with penalties, biases and filters of all kinds; else they are greedy.
+    model: drafts come from a draft model whose answers are late, wrong, repeated or never given.
     """
 
     seed: int
@@ -196,12 +196,8 @@ class World:
         assert tuple(reply.tokens) == truth[: len(reply.tokens)]
         if not reply.over:
             return
-        fair = (
-            "not_ready",
-            "ring_lost",
-            "shutting_down",
-            *(["rows_refused"] * (self.plan.trouble == "lies")),
-        )
+        fair = ["not_ready", "ring_lost", "shutting_down"]
+        fair += ["rows_refused"] * (self.plan.trouble == "lies")
         assert reply.failed is None or reply.failed.code in fair, reply
         if not client.cancelled and reply.failed is None:
             assert tuple(reply.tokens) == truth

@@ -38,6 +38,13 @@ ApiKeyFile = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="API keys, one NAME:KEY or NAME:HASH a line; see apikey."),
 ]
+State = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE|off",
+        help="What is resident, kept for a restart [default: .kvring/NAME.sqlite beside --ring].",
+    ),
+]
 WithParent = Annotated[
     bool, typer.Option("--with-parent", hidden=True, help="End when standard input ends.")
 ]

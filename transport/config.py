@@ -20,7 +20,7 @@ from transport.emulate import Emulate
 from transport.toml_lines import key_lines
 from transport.toml_text import pairs
 
-TOY = "toy"
+TOY, OFF = "toy", "off"
 DTYPES = ("bfloat16", "float32")
 DRAFTERS = ("off", "lookup", "model")
 MAX_CONFIG_BYTES = 1 << 20
@@ -58,7 +58,8 @@ class Coordinator:
     draft_model: as Model.path, for the drafter "model".
     draft_depth: most verify frames of a turn in flight; draft_tokens: most drafts of one frame;
     None for as many as pay. verify_share: of the warm turns, run again cold in idle time and
-    compared; 0 for none.
+    compared; 0 for none. state: the absolute path of the state file, "off" for none, or None for
+    the default, which is beside ring.toml.
     """
 
     http: str = "127.0.0.1:8000"
@@ -67,6 +68,7 @@ class Coordinator:
     draft_tokens: int | None = None
     verify_share: float = 0.0
     draft_model: str | None = None
+    state: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,7 @@ class Ring:
     verdicts: str
     stages: tuple[Stage, ...]
     bind: str | None = None
+    spare: bool = False  # takes turns only while another ring is lost
 
     @property
     def listen(self) -> str:
@@ -373,8 +376,13 @@ def _coordinator(table: _Table) -> Coordinator:
     share = table.take("verify_share", float, 0.0)
     if not 0.0 <= share <= 1.0:
         table.fail(f"must be from 0 to 1, not {share:g}", "verify_share")
+    state = table.take("state", str, None)
+    if state is not None and (not state or "\0" in state):
+        table.fail('must be a file or "off"', "state")
+    if state not in (None, OFF):
+        state = str(table.folder / Path(state).expanduser())
     table.finish()
-    return Coordinator(http, drafter, depth, tokens, share, model)
+    return Coordinator(http, drafter, depth, tokens, share, model, state)
 
 
 def _emulate(table: _Table) -> Emulate:
@@ -427,6 +435,7 @@ def _ring(table: _Table) -> Ring:
     tables = table.tables("stage", MAX_STAGES)
     stages = [_stage(each) for each in tables]
     table.take("bind", str, None)
+    spare = table.take("spare", bool, False)
     table.finish()
     before: Stage | None = None
     for each, stage in zip(tables, stages, strict=True):
@@ -442,7 +451,7 @@ def _ring(table: _Table) -> Ring:
                 flaw = f"{whom} {expected}: nobody holds layers [{expected}, {first})"
             each.fail(f"stage {stage.name!r} starts at layer {first}, but {flaw}", "layers")
         before = stage
-    return Ring(name, verdicts, tuple(stages), bind)
+    return Ring(name, verdicts, tuple(stages), bind, spare)
 
 
 def _stage(table: _Table) -> Stage:
@@ -473,6 +482,8 @@ def _unique(config: Config, top: _Table) -> None:
             top.fail(f"{value!r} is already taken by {seen[value]}", *key)
         seen[value] = owner
 
+    if all(ring.spare for ring in config.rings):
+        top.fail("every ring is a spare", "ring", 0, "spare")
     for i, ring in enumerate(config.rings):
         claim(names, ring.name, f"ring {ring.name!r}", "ring", i, "name")
         claim(addresses, ring.verdicts, f"ring {ring.name!r}", "ring", i, "verdicts")
