@@ -53,7 +53,7 @@ WORLDS = [
         (7, 4, 3, None, 20000),
         (8, 2, 8, 9, 1600),
     )
-    for trouble in ("none", "lies", "gaps", "restarts")
+    for trouble in ("none", "lies", "gaps", "restarts", "successors")
 ] + [  # the tail's link loses verdicts
     Plan(103, 3, 2, 1, None, 0, trouble="gaps"),
     Plan(114, 3, 2, 8, None, 0, trouble="gaps"),
@@ -221,6 +221,17 @@ def _(patcher: pytest.MonkeyPatch) -> None:
         return renewed(ledger, held, replace(call, claims=claims(held)), reason)
 
     patcher.setattr(coord.ring, "renewed", all_of_it)
+
+
+for name, owner, method, value in (
+    ("a stage confirms what it does not hold", SlotTable, "confirms", True),
+    ("a successor believes nothing", Ring, "remember", None),
+):
+    mutation(name, "successors")(
+        lambda patcher, owner=owner, method=method, value=value: patcher.setattr(  # type: ignore[misc]
+            owner, method, lambda *_: value
+        )
+    )
 
 
 # ---- the turn ------------------------------------------------------------------------------------
@@ -456,7 +467,7 @@ def _(patcher: pytest.MonkeyPatch) -> None:
 
 @mutation("no refusal is told", "lies")
 def _(patcher: pytest.MonkeyPatch) -> None:
-    patcher.setattr(Stage, "_reject", lambda self, *args: pipeline.stage.Send(_PING))
+    patcher.setattr(Stage, "_reject", lambda self, *args: pipeline.stage.Send(Ping("r", 0, 0)))
 
 
 @mutation("a restarted stage works without a roll call", "restarts")
@@ -473,15 +484,12 @@ def _(patcher: pytest.MonkeyPatch) -> None:
 
 @mutation("a stage does not tell of lost frames", "gaps")
 def _(patcher: pytest.MonkeyPatch) -> None:
-    patcher.setattr(Stage, "_lost", lambda self, detail: pipeline.stage.Send(_PING))
+    patcher.setattr(Stage, "_lost", lambda self, detail: pipeline.stage.Send(Ping("r", 0, 0)))
 
 
 @mutation("a roll call leaves unknown parked rows", "gaps")
 def _(patcher: pytest.MonkeyPatch) -> None:
     patcher.setattr(SlotTable, "parked_beside", lambda self, known: [])
-
-
-_PING = Ping("r", 0, 0)
 
 
 def main(names: list[str]) -> int:
