@@ -311,6 +311,9 @@ class Coordinator:
             found["verify_runs_total"] = self._verify.runs
             found["verify_mismatches_total"] = self._verify.mismatches
             found["verify_skipped_total"] = self._verify.skipped
+        if self._saver is not None:
+            found["state_looks_total"] = self._saver.looks
+            found["state_look_seconds_total"] = self._saver.look_s
         return found
 
     def describe(self) -> dict[str, object]:

@@ -7,12 +7,10 @@ hole in our checks. Left out, because no world could notice them:
   resident ends before the last committed token, from where wrong drafts are sent again;
 - "an answer's epoch is ignored": numbers never repeat in one coordinator's life, so that the epoch
   only matters against frames of an earlier one (test_scheduler_faults has it);
-- "a stage runs frames of an older epoch": on one link nothing older follows a roll call
-  (test_stage has it);
+- "a stage runs frames of an older epoch": nothing older follows a roll call (test_stage has it);
 - "a refused turn trusts later verdicts": a stage that takes a later segment has proved its whole
   prefix, so that what is believed is true;
-- "the source of a refused copy stays claimed": costs prefills, never a token
-  (test_scheduler_faults has it).
+- "the source of a refused copy stays claimed": costs no token (test_scheduler_faults has it).
 """
 
 from __future__ import annotations
@@ -223,15 +221,9 @@ def _(patcher: pytest.MonkeyPatch) -> None:
     patcher.setattr(coord.ring, "renewed", all_of_it)
 
 
-for name, owner, method, value in (
-    ("a stage confirms what it does not hold", SlotTable, "confirms", True),
-    ("a successor believes nothing", Ring, "remember", None),
-):
-    mutation(name, "successors")(
-        lambda patcher, owner=owner, method=method, value=value: patcher.setattr(  # type: ignore[misc]
-            owner, method, lambda *_: value
-        )
-    )
+@mutation("a stage confirms what it does not hold", "successors")
+def _(patcher: pytest.MonkeyPatch) -> None:
+    patcher.setattr(SlotTable, "confirms", lambda *_: True)
 
 
 # ---- the turn ------------------------------------------------------------------------------------
@@ -487,9 +479,9 @@ def _(patcher: pytest.MonkeyPatch) -> None:
     patcher.setattr(Stage, "_lost", lambda self, detail: pipeline.stage.Send(Ping("r", 0, 0)))
 
 
-@mutation("a roll call leaves unknown parked rows", "gaps")
-def _(patcher: pytest.MonkeyPatch) -> None:
-    patcher.setattr(SlotTable, "parked_beside", lambda self, known: [])
+mutation("a roll call leaves unknown parked rows", "gaps")(
+    lambda patcher: patcher.setattr(SlotTable, "parked_beside", lambda *_: [])
+)
 
 
 def main(names: list[str]) -> int:

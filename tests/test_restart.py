@@ -11,13 +11,16 @@ import sqlite3
 import stat
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests import processes
+from tests.modelfile import default_model
 from tests.processes import Fleet, Process, RingFile, get, until, write_ring
 from tests.test_processes import prompt_of
+from tests.test_real_model import LAYERS, READY_S, chat, follow_up, opening
 from tests.toyclient import Answer, complete, truth
 
 REPLY = 12
@@ -166,3 +169,29 @@ def test_off_writes_nothing(fleet: Fleet, tmp_path: Path) -> None:
     hand.start_coordinator("--state", named)
     assert hand.ask(second).cached == 0
     until("it is written", named.exists)
+
+
+@pytest.mark.model
+@pytest.mark.timeout(600)
+def test_the_default_model_s_sessions_stay_warm(fleet: Fleet, tmp_path: Path) -> None:
+    """A sampled reply: its ids are not what its text would be tokenised to, and are found again."""
+    limits = replace(processes.QUICK, max_model_len=1024, lost_after_s=20.0)
+    ring = write_ring(
+        tmp_path / "ring.toml",
+        model=str(default_model()),
+        layers=LAYERS,
+        stages=2,
+        limits=limits,
+        dtype="bfloat16",
+    )
+    running = fleet.whole(ring, READY_S)
+    first = chat(ring.url, opening(), temperature=1.5, seed=3, max_tokens=40)
+    processes.idle(ring.url)
+    time.sleep(WRITTEN_S)
+    running["coord"].kill()
+    fleet.coord(ring)
+    fleet.ready(ring.url, READY_S)
+    messages = follow_up(opening(), first)
+    warm = chat(ring.url, messages)
+    assert warm.cached == first.prompt + first.completion - 1
+    assert warm.what == chat(ring.url, messages, reuse=False).what
