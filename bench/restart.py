@@ -115,7 +115,7 @@ class Hand:
         for process in (self.coordinator, *self.stages):
             process.send_signal(signal.SIGTERM)
         for process in (self.coordinator, *self.stages):
-            process.wait()
+            process.wait(60)
 
 
 def conversation(number: int) -> list[dict[str, str]]:
@@ -144,8 +144,8 @@ def restarts(model: Path) -> None:
                 "/v1/chat/completions", messages=messages, max_tokens=8, kvring={"reuse": False}
             )
             cold.append(took)
+            print(f"cached of prompt {kept[-1]}: warm {warm[-1]:.2f} s, cold {cold[-1]:.2f} s")
         hand.end()
-    print(f"cached of prompt: {kept}")
     print(f"ready again after {_show(ready)}; first token warm {_show(warm)}, cold {_show(cold)}")
 
 
