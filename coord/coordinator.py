@@ -22,9 +22,12 @@ from coord.http.engine import Limits as Served
 from coord.http.engine import Resident
 from coord.ledger import Holding
 from coord.ring import Phase, Ring
+from coord.saving import Saver
 from coord.scheduler import Scheduler
+from coord.store import Store
 from coord.verify import MAX_WRITTEN, Mismatch, Record, Verifier, report
 from coord.view import beat, counters, describe_ring, holdings, link_counters
+from transport.chain import root_hash
 from transport.config import Config
 from transport.config import Ring as RingSpec
 from transport.frame import (
@@ -94,10 +97,12 @@ class Coordinator:
         logs: Path = Path("logs"),
         drafts: DraftRunner | None = None,
         trust: CoordinatorTrust | None = None,
+        store: Store | None = None,
     ) -> None:
         """logs: where verify mode writes the frames of turns that differ.
 
         drafts: runs the draft model where the drafter is "model"; the caller runs it.
+        store: what is resident is read from it, and written to it; `close` closes it.
         """
         assert drafts is not None or config.coordinator.drafter != "model", config.coordinator
         self._drafts = drafts
@@ -133,6 +138,8 @@ class Coordinator:
         self._timer: asyncio.TimerHandle | None = None
         self._phases: dict[str, tuple[Phase, str]] = {}
         self._salts: dict[bytes, bytes] = {}  # root of a chain -> salt: whose rows they are
+        rings = self.scheduler.rings
+        self._saver = None if store is None else Saver(store, rings, self._salts)
 
     # ---- life ----
 
@@ -162,7 +169,18 @@ class Coordinator:
         except LinkError:
             await self.close()
             raise
+        self._recall()
         self._step(Tick())
+
+    def _recall(self) -> None:
+        """Tell the core what an earlier coordinator wrote down."""
+        count = 0
+        for said in self._saver.remembered() if self._saver else ():
+            self._salts[root_hash(said.fingerprint, said.salt)] = said.salt
+            self._step(said)
+            count += 1
+        if self._saver is not None:
+            self._log.info("remembered", prefixes=count)
 
     async def wait(self) -> None:
         """Return when a link is closed; raise what went wrong in a callback."""
@@ -179,6 +197,8 @@ class Coordinator:
         """Close the links and end every stream with an error event."""
         if self._timer is not None:
             self._timer.cancel()
+        if self._saver is not None:
+            self._saver.close()
         for pull in self._pulls:
             await pull.close()
         for push in self._pushes.values():
@@ -305,6 +325,9 @@ class Coordinator:
             found["verify_runs_total"] = self._verify.runs
             found["verify_mismatches_total"] = self._verify.mismatches
             found["verify_skipped_total"] = self._verify.skipped
+        if self._saver is not None:
+            found["state_looks_total"] = self._saver.looks
+            found["state_look_seconds_total"] = self._saver.look_s
         return found
 
     def describe(self) -> dict[str, object]:
@@ -357,6 +380,8 @@ class Coordinator:
         finally:  # what came in and what was sent, in one write
             if self._recorder is not None:
                 self._recorder.flush()
+        if self._saver is not None:
+            self._saver.note(frame, actions)
         self._note_phases()
         self._set_timer(now_ns / 1e9)
         return actions
@@ -387,7 +412,8 @@ class Coordinator:
             rings = self.scheduler.rings.values()
             chains = [holding.chain for ring in rings for _, holding in holdings(ring)]
             roots = {chain.root for chain in chains if chain is not None} | {turn.chain.root}
-            self._salts = {root: salt for root, salt in self._salts.items() if root in roots}
+            for root in [root for root in self._salts if root not in roots]:
+                del self._salts[root]
 
     def _send(self, action: Send) -> None:
         frame = action.frame

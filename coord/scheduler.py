@@ -36,6 +36,7 @@ from transport.frame import (
     Ping,
     Refusal,
     Reject,
+    Remembered,
     Result,
     RollCall,
     Run,
@@ -86,6 +87,9 @@ class Scheduler:
                 self._free_slot(frame, now, actions)
             case KeepSlot():
                 self._keep_slot(frame, now)
+            case Remembered():
+                if frame.ring in self.rings:
+                    self.rings[frame.ring].remember(frame, now)
             case Drafted():
                 self._drafted(frame)
             case LinkGap():

@@ -7,7 +7,7 @@ that a test can play any interleaving that a network could.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -35,6 +35,7 @@ from transport.frame import (
     LinkGap,
     Refusal,
     Reject,
+    Remembered,
     Run,
     Sampling,
     Segment,
@@ -161,7 +162,8 @@ class MemoryRing:
         codec: bool = True,
     ) -> None:
         self.limits = bounds or limits(slots=slots)
-        spec = ring_spec(name, stages, layers)
+        self._spec = spec = ring_spec(name, stages, layers)
+        self._drafter = drafter
         self.name = name
         self.names = [stage.name for stage in spec.stages]
         self.layers = [stage.layers for stage in spec.stages]
@@ -338,6 +340,39 @@ class MemoryRing:
         self.stages[index] = self._stage(index)
         if told:
             self.beat(self.names[index], self.incarnations[index])
+
+    def recollection(self, salts: Iterable[bytes]) -> list[Remembered]:
+        """What the coordinator would write down of its ledger now."""
+        print_ = self.models[0].info.fingerprint
+        roots = {self.root(salt): salt for salt in salts}
+        return [
+            Remembered(
+                self.name,
+                number,
+                print_,
+                roots[each.chain.root],
+                each.chain.tokens(),
+                each.hint,
+                each.proven,
+                max(0.0, self.now - each.used),
+            )
+            for number, each in self.scheduler.rings[self.name].ledger.holdings().items()
+            if each.chain is not None
+        ]
+
+    def succeed(self, remembered: Sequence[Remembered], first_epoch: int) -> None:
+        """The coordinator dies; its successor is told what was remembered, and forms the ring."""
+        assert self._tell is None
+        for turn, reply in self.replies.items():
+            if not reply.over:
+                reply.failed = Failed(turn, 503, "shutting_down", "")
+        bounds = self.limits
+        self.scheduler = Scheduler(
+            (self._spec,), bounds, first_epoch=first_epoch, drafter=self._drafter
+        )
+        for each in remembered:
+            self.tell(each)
+        self.form()
 
     def lose(self, link: int, count: int) -> None:
         """The next `count` frames on a link are lost in one run; its receiver sees the jump."""

@@ -7,12 +7,10 @@ hole in our checks. Left out, because no world could notice them:
   resident ends before the last committed token, from where wrong drafts are sent again;
 - "an answer's epoch is ignored": numbers never repeat in one coordinator's life, so that the epoch
   only matters against frames of an earlier one (test_scheduler_faults has it);
-- "a stage runs frames of an older epoch": on one link nothing older follows a roll call
-  (test_stage has it);
+- "a stage runs frames of an older epoch": nothing older follows a roll call (test_stage has it);
 - "a refused turn trusts later verdicts": a stage that takes a later segment has proved its whole
   prefix, so that what is believed is true;
-- "the source of a refused copy stays claimed": costs prefills, never a token
-  (test_scheduler_faults has it).
+- "the source of a refused copy stays claimed": costs no token (test_scheduler_faults has it).
 """
 
 from __future__ import annotations
@@ -25,17 +23,19 @@ from typing import Any
 import pytest
 
 import coord.admission
+import coord.ring
 import coord.scheduler
 import pipeline.stage
 from coord.ledger import Ledger, Wanted
 from coord.ring import InFlight, Ring
+from coord.rollcall import claims, renewed
 from coord.scheduler import Scheduler
 from coord.turn import Turn
 from pipeline.slots import SlotTable
 from pipeline.stage import Forward, Stage
 from tests.world import Plan, visit
 from transport.chain import Chain
-from transport.frame import Copy, Free, Kind, Ping, Run, Segment
+from transport.frame import Copy, Free, Kind, Ping, RollCall, Run, Segment
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
@@ -51,7 +51,7 @@ WORLDS = [
         (7, 4, 3, None, 20000),
         (8, 2, 8, 9, 1600),
     )
-    for trouble in ("none", "lies", "gaps", "restarts")
+    for trouble in ("none", "lies", "gaps", "restarts", "successors")
 ] + [  # the tail's link loses verdicts
     Plan(103, 3, 2, 1, None, 0, trouble="gaps"),
     Plan(114, 3, 2, 8, None, 0, trouble="gaps"),
@@ -215,12 +215,15 @@ def _(patcher: pytest.MonkeyPatch) -> None:
 
 @mutation("a restarted stage's rows are still claimed", "restarts")
 def _(patcher: pytest.MonkeyPatch) -> None:
-    fresh = Ring._fresh_ledger
+    def all_of_it(ledger: Ledger, held: Any, call: RollCall, reason: str) -> Any:
+        return renewed(ledger, held, replace(call, claims=claims(held)), reason)
 
-    def old(self: Ring, slots: int, capacity: int, park_rows: int) -> Ledger:
-        return self.ledger if self.ledger.slots else fresh(self, slots, capacity, park_rows)
+    patcher.setattr(coord.ring, "renewed", all_of_it)
 
-    patcher.setattr(Ring, "_fresh_ledger", old)
+
+@mutation("a stage confirms what it does not hold", "successors")
+def _(patcher: pytest.MonkeyPatch) -> None:
+    patcher.setattr(SlotTable, "confirms", lambda *_: True)
 
 
 # ---- the turn ------------------------------------------------------------------------------------
@@ -456,7 +459,7 @@ def _(patcher: pytest.MonkeyPatch) -> None:
 
 @mutation("no refusal is told", "lies")
 def _(patcher: pytest.MonkeyPatch) -> None:
-    patcher.setattr(Stage, "_reject", lambda self, *args: pipeline.stage.Send(_PING))
+    patcher.setattr(Stage, "_reject", lambda self, *args: pipeline.stage.Send(Ping("r", 0, 0)))
 
 
 @mutation("a restarted stage works without a roll call", "restarts")
@@ -473,15 +476,12 @@ def _(patcher: pytest.MonkeyPatch) -> None:
 
 @mutation("a stage does not tell of lost frames", "gaps")
 def _(patcher: pytest.MonkeyPatch) -> None:
-    patcher.setattr(Stage, "_lost", lambda self, detail: pipeline.stage.Send(_PING))
+    patcher.setattr(Stage, "_lost", lambda self, detail: pipeline.stage.Send(Ping("r", 0, 0)))
 
 
-@mutation("a roll call leaves unknown parked rows", "gaps")
-def _(patcher: pytest.MonkeyPatch) -> None:
-    patcher.setattr(SlotTable, "parked_beside", lambda self, known: [])
-
-
-_PING = Ping("r", 0, 0)
+mutation("a roll call leaves unknown parked rows", "gaps")(
+    lambda patcher: patcher.setattr(SlotTable, "parked_beside", lambda *_: [])
+)
 
 
 def main(names: list[str]) -> int:

@@ -24,7 +24,7 @@ from tools import events
 from tools.errors import USAGE, ToolError
 from tools.security import check_http, check_link, trust_of_coordinator, trust_of_stage
 from tools.stop import Stop, first
-from transport.config import Config, ConfigError, Ring, Stage, load
+from transport.config import OFF, Config, ConfigError, Ring, Stage, load
 from transport.framelog import LogHeader, Payloads
 from transport.link import LinkError
 from transport.recorder import Recorder
@@ -34,8 +34,11 @@ if TYPE_CHECKING:
     from coord.coordinator import Coordinator
     from coord.drafting import DraftRunner
     from coord.gateway import Settings
+    from coord.history import History
     from coord.http.keys import Key
     from coord.http.limits import Door
+    from coord.store import Store
+    from coord.tokenizer import Tokenizer
 
 
 def run_stage(
@@ -108,6 +111,7 @@ def run_coord(
     http: str | None,
     api_key: str | None,
     api_key_file: Path | None = None,
+    state: str | None = None,
     record: Path | None,
     record_payloads: str,
     insecure: bool = False,
@@ -131,9 +135,17 @@ def run_coord(
     listener = listen(http or config.coordinator.http)
     with listener, _recorder("coordinator", "coord", incarnation, record, record_payloads) as log:
         folder = record or Path("logs")
+        file = _state_file(state or config.coordinator.state, ring)
         return asyncio.run(
-            _coord(config, listener, keys, incarnation, log, folder, with_parent, trust)
+            _coord(config, listener, keys, incarnation, log, folder, with_parent, trust, file)
         )
+
+
+def _state_file(said: str | None, ring: Path) -> Path | None:
+    """Where the coordinator's memory is kept; beside ring.toml unless something else is said."""
+    if said is None:
+        return ring.parent / ".kvring" / f"{ring.stem}.sqlite"
+    return None if said == OFF else Path(said).expanduser()
 
 
 async def _coord(
@@ -145,6 +157,7 @@ async def _coord(
     folder: Path,
     with_parent: bool,
     trust: CoordinatorTrust | None,
+    state: Path | None,
 ) -> int:
     from coord.coordinator import Coordinator
     from coord.gateway import build_app
@@ -159,15 +172,24 @@ async def _coord(
     except (ValueError, OSError) as error:
         raise ToolError(f"tokenizer: {error}") from None
     drafts = await _drafts(config, tokenizer.vocabulary)
+    store = None if state is None else _store(state)
+    history = _history(store, tokenizer)
     coordinator = Coordinator(
-        config, incarnation, tokenizer.vocabulary, recorder, folder, drafts, trust
+        config,
+        incarnation,
+        tokenizer.vocabulary,
+        recorder,
+        folder,
+        drafts,
+        trust=trust,
+        store=store,
     )
     try:
         await coordinator.open()
     except LinkError as error:
         raise ToolError(f"coordinator: {error}") from None
     door = Door(coordinator.counters, per_key_turns=limits.per_key_turns)
-    app = build_app(coordinator, tokenizer, _settings(config, api_keys), door)
+    app = build_app(coordinator, tokenizer, _settings(config, api_keys), door, history)
     patience = Patience(write_s=limits.write_timeout_s, connections=limits.connections)
     server = _Server(
         uvicorn.Config(
@@ -236,6 +258,33 @@ async def _drafts(config: Config, vocabulary: int) -> DraftRunner | None:
         raise ToolError(str(error)) from None
     structlog.get_logger().info("draft_model", path=config.coordinator.draft_model)
     return DraftRunner(model, tokens)
+
+
+def _store(file: Path) -> Store | None:
+    """The state file; without one (it says why) a restart is cold, and nothing else is amiss."""
+    from coord.store import Store, StoreError
+
+    log = structlog.get_logger()
+    try:
+        store = Store(file)
+    except StoreError as error:
+        log.warning("state_not_kept", reason=str(error))
+        return None
+    if store.moved is not None:
+        log.warning("state_damaged", file=str(file), moved_to=str(store.moved))
+    return store
+
+
+def _history(store: Store | None, tokenizer: Tokenizer) -> History:
+    """What the model said, to be found again after a restart."""
+    from coord.history import History
+
+    if store is None:
+        return History()
+    history = History(write=store.say, decode=tokenizer.decode)
+    for key, body in store.spoken():
+        history.restore(key, body)
+    return history
 
 
 class _Server(uvicorn.Server):

@@ -105,8 +105,8 @@ def essentials(frame: Frame, tokens: bool) -> str:
             return f"{_at(frame)} {whose} by {frame.stage}: {frame.code}: {frame.detail}"
         case RollCall():
             entries = [_entry(each) for each in frame.entries]
-            parked = f"{len(frame.parked)} parked" if frame.parked else ""
-            return _join(f"e{frame.epoch}", *entries, parked)
+            claims = f"{len(frame.claims)} claims" if frame.claims else ""
+            return _join(f"e{frame.epoch}", *entries, claims)
         case Copy():
             done = f"done by {','.join(frame.done)}" if frame.done else ""
             rows = f"{frame.turn}/{frame.source}->{frame.target}/[0,{frame.length})"
