@@ -133,7 +133,7 @@ MISTAKES: list[tuple[str, str, int, str | None, str]] = [
     ('http = "127.0.0.1:8000"', 'drafter = "n"', 9, "coordinator.drafter", "of off, lookup, model"),
     ("[limits]", 'drafter = "model"\n[limits]', 11, "coordinator.drafter", "needs the key"),
     ("[limits]", 'draft_model = ""\n[limits]', 11, "coordinator.draft_model", 'folder or "toy"'),
-    ("[limits]", 'state = ""\n[limits]', 11, "coordinator.state", 'a file or "off"'),
+    ("[limits]", 'state = ""\n[limits]', 11, "coordinator.state", 'must be a file'),
     ('name = "ring0"', 'name = "ring0"\nspare = true', 18, "ring[0].spare", "every ring is a"),
     ("[limits]", "[limit]", 11, "limit", "unknown key; did you mean 'limits'?"),
     ("[limits]", "[[limits]]", 11, "limits", "must be a table, not"),

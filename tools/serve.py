@@ -145,7 +145,10 @@ def _state_file(said: str | None, ring: Path) -> Path | None:
     """Where the coordinator's memory is kept; beside ring.toml unless something else is said."""
     if said is None:
         return ring.parent / ".kvring" / f"{ring.stem}.sqlite"
-    return None if said == OFF else Path(said).expanduser()
+    try:
+        return None if said == OFF else Path(said).expanduser()
+    except RuntimeError as error:
+        raise ToolError(f"--state {said}: {error}", code=USAGE) from None
 
 
 async def _coord(
