@@ -6,12 +6,11 @@ segments inside a frame. Part of the scheduler core: no clock, no I/O.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeAlias
 
 from coord.counters import Stats
 from coord.draft import ROW_STEP, Bounds
+from coord.inflight import InFlight, Numbered
 from coord.ledger import MAX_PARKED, Holding, Ledger, Placement
 from coord.rollcall import claims, faults, renewed
 from transport.chain import Chain, root_hash
@@ -54,30 +53,6 @@ class Phase(StrEnum):
     FORMING = "forming"  # a roll call is going round
     PROBING = "probing"  # the self-check is going round
     READY = "ready"
-
-
-Numbered: TypeAlias = Run | Copy | Free | Ping
-
-
-@dataclass(frozen=True, slots=True)
-class InFlight:
-    """A numbered frame without its answer."""
-
-    frame: Numbered
-    sent_at: float
-    chain: Chain | None = None  # of a copy: the tokens of its rows
-    guesses: tuple[int, ...] = ()  # of a Run: each segment's Turn.guess
-    alone: bool = False  # of a copy: nothing else was in flight when it was sent
-
-
-def fits(result: Result, segment: Segment, vocabulary: int) -> bool:
-    """True when a result answers exactly the positions that the segment wanted."""
-    wanted = segment.turn, segment.slot, segment.end - segment.want, segment.want
-    if (result.turn, result.slot, result.start, len(result.tokens)) != wanted:
-        return False
-    scored = segment.sampling.logprobs is None or len(result.logprobs) == segment.want
-    listed = len(result.top) in (0, segment.want)
-    return scored and listed and max(result.tokens, default=0) < vocabulary
 
 
 class Ring:

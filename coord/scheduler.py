@@ -14,9 +14,10 @@ from coord.batch import ahead, certain
 from coord.counters import Totals
 from coord.draft import Acceptance, Drafter, Usual, accepted
 from coord.draft_model import ModelDrafter, asked
+from coord.inflight import InFlight, fits
 from coord.ledger import Miss
 from coord.placing import NO_TURN, carry_out, expire, free
-from coord.ring import PROBE_TURN, InFlight, Ring, fits
+from coord.ring import PROBE_TURN, Ring
 from coord.ring import Phase as RingPhase
 from coord.turn import Phase, Turn
 from transport.chain import root_hash

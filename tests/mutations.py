@@ -26,8 +26,9 @@ import coord.admission
 import coord.ring
 import coord.scheduler
 import pipeline.stage
+from coord.inflight import InFlight
 from coord.ledger import Ledger, Wanted
-from coord.ring import InFlight, Ring
+from coord.ring import Ring
 from coord.rollcall import claims, renewed
 from coord.scheduler import Scheduler
 from coord.turn import Turn
