@@ -21,6 +21,13 @@ class InFlight:
     guesses: tuple[int, ...] = ()  # of a Run: each segment's Turn.guess
     alone: bool = False  # of a copy: nothing else was in flight when it was sent
 
+    @property
+    def owners(self) -> list[int]:
+        """The turns that wait for the answer."""
+        if isinstance(self.frame, Run):
+            return [segment.turn for segment in self.frame.segments]
+        return [self.frame.turn] if isinstance(self.frame, Copy) else []
+
 
 def fits(result: Result, segment: Segment, vocabulary: int) -> bool:
     """True when a result answers exactly the positions that the segment wanted."""

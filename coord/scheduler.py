@@ -156,12 +156,7 @@ class Scheduler:
         count: dict[int, int] = {}
         for ring in self.rings.values():
             for record in ring.in_flight.values():
-                frame = record.frame
-                if isinstance(frame, Run):
-                    owners = [segment.turn for segment in frame.segments]
-                else:
-                    owners = [frame.turn] if isinstance(frame, Copy) else []
-                for owner in owners:
+                for owner in record.owners:
                     count[owner] = count.get(owner, 0) + 1
         return count
 
