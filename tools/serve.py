@@ -13,7 +13,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ import uvicorn
 
 from tools import events
 from tools.errors import USAGE, ToolError
-from transport.config import Config, ConfigError, Ring, Stage, load
+from transport.config import Config, ConfigError, Ring, Stage, dumps, load
 from transport.framelog import LogHeader, Payloads
 from transport.link import LinkError
 from transport.recorder import Recorder
@@ -52,7 +52,7 @@ def run_stage(
     # OpenMP reads it when torch is imported; more threads than cores spin and cost 3-6x
     os.environ["OMP_NUM_THREADS"] = str(spec.threads)
     incarnation = secrets.randbits(63)
-    with _recorder("stage", name, incarnation, record, record_payloads) as recorder:
+    with _recorder("stage", name, incarnation, config, record, record_payloads) as recorder:
         return asyncio.run(_stage(config, which, spec, device, incarnation, recorder, with_parent))
 
 
@@ -105,9 +105,25 @@ def run_coord(
     incarnation = secrets.randbits(63)
     keys = _api_keys(api_key, api_key_file)
     listener = listen(http or config.coordinator.http)
-    with listener, _recorder("coordinator", "coord", incarnation, record, record_payloads) as log:
+    with listener, contextlib.ExitStack() as stack:
+
+        def open_log(first_epoch: int, vocabulary: int) -> Recorder | None:
+            recording = _recorder(
+                "coordinator",
+                "coord",
+                incarnation,
+                config,
+                record,
+                record_payloads,
+                first_epoch=first_epoch,
+                vocabulary=vocabulary,
+            )
+            return stack.enter_context(recording)
+
         folder = record or Path("logs")
-        return asyncio.run(_coord(config, listener, keys, incarnation, log, folder, with_parent))
+        return asyncio.run(
+            _coord(config, listener, keys, incarnation, open_log, folder, with_parent)
+        )
 
 
 async def _coord(
@@ -115,11 +131,11 @@ async def _coord(
     listener: socket.socket,
     api_keys: tuple[Key, ...],
     incarnation: int,
-    recorder: Recorder | None,
+    open_log: Callable[[int, int], Recorder | None],
     folder: Path,
     with_parent: bool,
 ) -> int:
-    from coord.coordinator import Coordinator
+    from coord.coordinator import Coordinator, new_epoch
     from coord.gateway import Settings, build_app
     from coord.tokenizer import load_tokenizer
 
@@ -129,7 +145,9 @@ async def _coord(
     except (ValueError, OSError) as error:
         raise ToolError(f"tokenizer: {error}") from None
     drafts = await _drafts(config, tokenizer.vocabulary)
-    coordinator = Coordinator(config, incarnation, tokenizer.vocabulary, recorder, folder, drafts)
+    epoch, vocabulary = new_epoch(), tokenizer.vocabulary
+    recorder = open_log(epoch, vocabulary)
+    coordinator = Coordinator(config, incarnation, vocabulary, recorder, folder, drafts, epoch)
     try:
         await coordinator.open()
     except LinkError as error:
@@ -255,12 +273,29 @@ def _stop_event(with_parent: bool) -> asyncio.Event:
 
 @contextlib.contextmanager
 def _recorder(
-    role: str, name: str, incarnation: int, directory: Path | None, payloads: str
+    role: str,
+    name: str,
+    incarnation: int,
+    config: Config,
+    directory: Path | None,
+    payloads: str,
+    *,
+    first_epoch: int = 0,
+    vocabulary: int = 0,
 ) -> Iterator[Recorder | None]:
     if directory is None:
         yield None
         return
-    header = LogHeader(role, name, incarnation, _version(), time.time_ns(), 0)
+    header = LogHeader(
+        role,
+        name,
+        incarnation,
+        _version(),
+        time.time_ns(),
+        config=dumps(config),
+        first_epoch=first_epoch,
+        vocabulary=vocabulary,
+    )
     try:
         recorder = Recorder(directory, header, Payloads[payloads.upper()])
     except OSError as error:
