@@ -43,7 +43,7 @@ def run_stage(
     with_parent: bool = False,
 ) -> int:
     """Run one stage until SIGINT or SIGTERM; 0 when it ended by one of them."""
-    config = _load(ring)
+    config = load_config(ring)
     try:
         which, spec = config.find(name)
     except KeyError as error:
@@ -98,7 +98,7 @@ def run_coord(
     with_parent: bool = False,
 ) -> int:
     """Run the coordinator until SIGINT or SIGTERM; 0 when it ended by one of them."""
-    config = _load(ring)
+    config = load_config(ring)
     events.configure()
     if config.coordinator.drafter == "model":
         os.environ["OMP_NUM_THREADS"] = str(config.rings[0].head.threads)  # see run_stage
@@ -245,7 +245,8 @@ def listen(address: str) -> socket.socket:
     return listener
 
 
-def _load(path: Path) -> Config:
+def load_config(path: Path) -> Config:
+    """A ring.toml. ToolError names the key and the line."""
     try:
         return load(path)
     except (ConfigError, OSError) as error:
