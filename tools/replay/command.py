@@ -10,7 +10,7 @@ from tools.errors import USAGE, ToolError
 from tools.framelogs.read import Process, processes
 from tools.replay.core import DifferenceError, Replayer
 from tools.replay.fresh import COORDINATOR
-from tools.replay.links import Links
+from tools.replay.links import compare_links
 from tools.replay.state import describe, in_words
 from tools.replay.where import Where, parse_where
 
@@ -38,16 +38,18 @@ def run_replay(
         if ring is not None:
             return _ring(found, ring, speed, where, as_json)
         if where is not None:
-            return _until(found, where, as_json)
+            return _until(found, where, until or "", as_json)
         return _cores(found, as_json)
     except DifferenceError as error:
         return _differs([error], as_json)
 
 
 def _cores(found: list[Process], as_json: bool) -> int:
-    links, differences, lines = Links(), [], []
+    lines = []
+    compared, wrong = compare_links(found)
+    differences = [] if wrong is None else [wrong]
     for process in found:
-        replayer = Replayer(process, links)
+        replayer = Replayer(process)
         try:
             for _ in replayer:
                 pass
@@ -57,8 +59,8 @@ def _cores(found: list[Process], as_json: bool) -> int:
         lines.append(_counts(replayer))
     if differences:
         return _differs(differences, as_json, lines)
-    said = {"equal": True, "processes": lines, "frames_compared_at_both_ends": links.compared}
-    _say(said, as_json, [*map(_counted, lines), _both_ends(links, len(found))])
+    said = {"equal": True, "processes": lines, "frames_compared_at_both_ends": compared}
+    _say(said, as_json, [*map(_counted, lines), _both_ends(compared, len(found))])
     return 0
 
 
@@ -91,10 +93,10 @@ def _counted(counts: dict[str, object]) -> str:
     return line
 
 
-def _both_ends(links: Links, count: int) -> str:
+def _both_ends(compared: int, count: int) -> str:
     if count < 2:
         return "one process: no link was compared at both ends"
-    return f"links: {links.compared} frames recorded at both ends: all equal"
+    return f"links: {compared} frames recorded at both ends: all equal"
 
 
 def _differs(
@@ -117,15 +119,17 @@ def _differs(
     return DIFFERENT
 
 
-def _until(found: list[Process], where: Where, as_json: bool) -> int:
+def _until(found: list[Process], where: Where, text: str, as_json: bool) -> int:
     if where.file is not None:
         names = [path.name for process in found for path in process.paths]
         if where.file not in names:
-            raise ToolError(f"--until: {where.file} is none of {', '.join(names)}", code=USAGE)
+            raise ToolError(
+                f"--until {text}: {where.file} is none of {', '.join(names)}", code=USAGE
+            )
         found = [each for each in found if where.file in [path.name for path in each.paths]]
     if where.index is not None and len(found) > 1:
-        text = "which process's? give one's files, or EPOCH,SEQ or FILE:BYTE"
-        raise ToolError(f"--until {where.index}: {text}", code=USAGE)
+        advice = "which process's? give one's files, or EPOCH,SEQ or FILE:BYTE"
+        raise ToolError(f"--until {text}: {advice}", code=USAGE)
     reached = 0
     for process in found:
         replayer = Replayer(process)
@@ -137,7 +141,7 @@ def _until(found: list[Process], where: Where, as_json: bool) -> int:
         state = {"process": process.name, "after": step.input.place, **describe(replayer.core, now)}
         _say(state, as_json, ["", *in_words(state)] if reached > 1 else in_words(state))
     if not reached:
-        raise ToolError("--until: no such frame in the log", code=USAGE)
+        raise ToolError(f"--until {text}: no such frame in the log", code=USAGE)
     return 0
 
 
@@ -178,6 +182,7 @@ def _compute(
 
 
 def _ring(found: list[Process], ring: str, speed: float, until: Where | None, as_json: bool) -> int:
+    from tools import events
     from tools.replay.ring import drive, read_script
     from tools.serve import load_config
 
@@ -191,6 +196,7 @@ def _ring(found: list[Process], ring: str, speed: float, until: Where | None, as
     if len(mine) != 1:
         raise ToolError(f"{len(mine)} coordinators' logs: a ring is driven by exactly one")
     config = load_config(path)
+    events.configure()
     done = drive(read_script(mine[0], until), config, speed)
     said = {
         "equal": not done.differences,

@@ -21,7 +21,6 @@ from tools.errors import ToolError
 from tools.framelogs.read import Entry, LogDamageError, Process, entries
 from tools.replay import words
 from tools.replay.fresh import Core, fresh_core
-from tools.replay.links import Links
 from tools.replay.where import Where
 from transport.frame import Copy, Frame, Free, RollCall, Run
 from transport.framelog import Direction
@@ -60,11 +59,11 @@ class DifferenceError(ToolError):
 class Replayer:
     """Steps through one process's log; `core` is at the state after the last step.
 
-    links: compares frames with the other end's log. Raises ToolError where the log lacks what the
-    core must know, and LogDamageError (from any step) where it is damaged.
+    Raises ToolError where the log lacks what the core must know, and LogDamageError (from any step)
+    where it is damaged.
     """
 
-    def __init__(self, process: Process, links: Links | None = None) -> None:
+    def __init__(self, process: Process) -> None:
         self.process = process
         self.inputs = 0
         self.sends = 0  # actions that were compared with a record
@@ -72,7 +71,6 @@ class Replayer:
         self.unsent = 0  # sends that the link refused, as recorded
         self.cut = 0  # sends behind the end of the log
         self.last: Entry | None = None  # of the last step
-        self._links = links
         self._steps: deque[Step] = deque(maxlen=AROUND)
         self._rewritten: dict[int, None] = {}  # slots that a log which begins late wrote from 0
         if process.missing and process.missing != list(range(len(process.missing))):
@@ -95,7 +93,7 @@ class Replayer:
 
     def step(self) -> Step | None:
         """Feed the next input; None at the end of the log. Raises DifferenceError."""
-        entry = self._take()
+        entry = next(self._entries, None)
         if entry is None:
             return None
         if entry.record.direction not in INPUTS:
@@ -129,7 +127,7 @@ class Replayer:
 
     def _sent(self, step: Step, frame: Frame) -> Entry | None:
         """The record of a frame that the core sends; None when the log ends before it."""
-        entry = self._take()
+        entry = next(self._entries, None)
         if entry is None:
             return None
         said = words.of_frame(frame)
@@ -141,14 +139,6 @@ class Replayer:
             )
         self.sends += 1
         self.unsent += entry.record.direction is Direction.UNSENT
-        return entry
-
-    def _take(self) -> Entry | None:
-        entry = next(self._entries, None)
-        if entry is not None and self._links is not None:
-            wrong = self._links.see(entry)
-            if wrong is not None:
-                raise self._difference(entry, wrong)
         return entry
 
     # ---- a stage's log whose beginning is gone ----

@@ -7,17 +7,20 @@ token of a turn is the input of no later frame.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from tools.framelogs.read import Entry
+from tools.framelogs.read import Entry, Process, merged
+from tools.replay import words
+from tools.replay.core import DifferenceError
 from transport.frame import Heartbeat, LinkGap
 from transport.framelog import Direction, Payloads
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """One end's record of a frame: where it lies, and digests of its bytes."""
+    """One end's record of a frame: where it lies, what it says, and digests of its bytes."""
 
     place: str
     direction: Direction
@@ -26,41 +29,42 @@ class End:
     payload: bytes
 
 
-class Links:
-    """Sees the records of several processes in any order; each frame is compared once."""
-
-    def __init__(self) -> None:
-        self.compared = 0
-        # frames of which one end was seen: those that were lost, or whose other log is not here,
-        # stay, 300 bytes each
-        self._open: dict[tuple[str, int, int], End] = {}
-
-    def see(self, entry: Entry) -> str | None:
-        """Take a record; what is wrong with its frame, once both ends were seen."""
-        record, envelope = entry.record, entry.envelope
-        if record.direction not in (Direction.IN, Direction.OUT):
-            return None
+def compare_links(wanted: Sequence[Process]) -> tuple[int, DifferenceError | None]:
+    """How many frames two of the processes recorded, up to the first that is not the same frame."""
+    compared = 0
+    # frames of which one end was seen: those that were lost, or whose other log is not here, stay,
+    # 300 bytes each
+    seen: dict[tuple[str, int, int], End] = {}
+    for entry in merged(wanted):
+        if entry.record.direction not in (Direction.IN, Direction.OUT):
+            continue
         if isinstance(entry.frame, (Heartbeat, LinkGap)):
-            return None  # no log has the other end: of a control link, of what was lost
-        key = envelope.sender, envelope.incarnation, envelope.number
-        mine = End(
-            entry.place,
-            record.direction,
-            _digest(record.header),
-            record.payloads,
-            _digest(record.data),
-        )
-        other = self._open.get(key)
+            continue  # no log has the other end: of a control link, of what was lost
+        key = entry.envelope.sender, entry.envelope.incarnation, entry.envelope.number
+        mine, other = _end(entry), seen.get(key)
         if other is None or other.direction is mine.direction:
-            self._open[key] = mine
-            return None
-        del self._open[key]
-        self.compared += 1
-        if mine.header == other.header:
-            if mine.payloads is not other.payloads or mine.payload == other.payload:
-                return None
-            return f"its activations are not those of the other end ({other.place})"
-        return f"it is not what the other end of the link recorded ({other.place})"
+            seen[key] = mine
+            continue
+        del seen[key]
+        compared += 1
+        wrong = _wrong(mine, other)
+        if wrong is not None:
+            return compared, DifferenceError(entry, wrong, [f"> {words.of_entry(entry)}"])
+    return compared, None
+
+
+def _end(entry: Entry) -> End:
+    record = entry.record
+    header, payload = _digest(record.header), _digest(record.data)
+    return End(entry.place, record.direction, header, record.payloads, payload)
+
+
+def _wrong(mine: End, other: End) -> str | None:
+    if mine.header != other.header:
+        return f"it is not what the link's other end recorded ({other.place})"
+    if mine.payloads is other.payloads and mine.payload != other.payload:
+        return f"its activations are not those of the link's other end ({other.place})"
+    return None
 
 
 def _digest(data: bytes) -> bytes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 from coord.ring import InFlight, Ring
 from coord.scheduler import Scheduler
 from coord.turn import Turn
@@ -20,41 +22,49 @@ def describe(core: Core, now: float) -> State:
     return _stage(core) if isinstance(core, Stage) else _scheduler(core, now)
 
 
-def in_words(state: State) -> list[str]:
-    """The same as lines: `name: value`, a list's items below their name, each on one line."""
-    lines = []
+def in_words(state: State, depth: int = 0) -> list[str]:
+    """The same as lines: an item's plain values on one line, its tables below it."""
+    pad = "  " * depth
+    plain = {name: value for name, value in state.items() if not _is_table(value)}
+    lines = [f"{pad}{_flat(plain)}"] if plain else []
     for name, value in state.items():
-        if isinstance(value, list):
-            lines.append(f"{name}:" if value else f"{name}: none")
-            lines += [f"  {_flat(each)}" for each in value]
-        else:
-            lines.append(f"{name}: {_flat(value)}")
+        if _is_table(value):
+            lines.append(f"{pad}{name.replace('_', ' ')}:")
+            for each in value:
+                lines += in_words(each, depth + 1)
     return lines
+
+
+def _is_table(value: object) -> TypeGuard[list[State]]:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 
 
 def _flat(value: object) -> str:
     if isinstance(value, dict):
-        shown = {name: each for name, each in value.items() if each is not None}
-        return ", ".join(f"{name} {_flat(each)}" for name, each in shown.items())
+        shown = {name: each for name, each in value.items() if each not in (None, [], "")}
+        return ", ".join(f"{name.replace('_', ' ')} {_flat(each)}" for name, each in shown.items())
     if isinstance(value, list):
-        return f"[{', '.join(map(_flat, value))}]"
+        return f"<{' '.join(map(str, value))}>"
     return str(value)
 
 
 def _scheduler(core: Scheduler, now: float) -> State:
-    state: State = {"turns": [_turn(turn) for turn in core.turns.values()]}
-    for ring in core.rings.values():
-        state[f"ring {ring.name}"] = {
-            "state": ring.phase.value,
-            "detail": ring.detail or None,
-            "epoch": ring.epoch,
-            "window": ring.window,
-        }
-        state[f"in flight on {ring.name}"] = [
-            _flying(each, now) for each in ring.in_flight.values()
-        ]
-        state[f"ledger of {ring.name}"] = _ledger(ring)
-    return state
+    return {
+        "turns": [_turn(turn) for turn in core.turns.values()],
+        "rings": [_ring(ring, now) for ring in core.rings.values()],
+    }
+
+
+def _ring(ring: Ring, now: float) -> State:
+    return {
+        "ring": ring.name,
+        "state": ring.phase.value,
+        "detail": ring.detail,
+        "epoch": ring.epoch,
+        "window": ring.window,
+        "in_flight": [_flying(each, now) for each in ring.in_flight.values()],
+        "ledger": _ledger(ring),
+    }
 
 
 def _turn(turn: Turn) -> State:
