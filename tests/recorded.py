@@ -159,8 +159,9 @@ class RecordedRing(MemoryRing):
         super().restart(index, told=told)
 
     def lose(self, link: int, count: int) -> None:
-        for _ in range(min(count, len(self.links[link]))):
-            self._envelopes[link].popleft()
+        for frame in list(self.links[link])[:count]:
+            if not isinstance(frame, LinkGap):
+                self._envelopes[link].popleft()
         super().lose(link, count)
 
 
