@@ -204,7 +204,7 @@ def test_another_block_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ToolError, match=words):
             again(tmp_path, "s0", model)
     coord = processes([tmp_path])[0]
-    with pytest.raises(ToolError, match=r"a coordinator computes nothing"):
+    with pytest.raises(ToolError, match=r"no stage's log"):
         compute(coord, toy((0, 2)), device="cpu", tolerance=0.0)
 
 
@@ -214,6 +214,9 @@ def test_a_stage_of_two_lives_must_be_named_by_its_files(tmp_path: Path) -> None
     ring.close()
     with pytest.raises(ToolError, match=r"lived 2 times"):
         choose_process(processes([tmp_path]), "s1")
+    second = processes([tmp_path])[-1]
+    with pytest.raises(ToolError, match=r"no roll call reached"):
+        compute(second, toy((2, 4)), device="cpu", tolerance=0.0)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "uint8", "int64"])

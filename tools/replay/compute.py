@@ -19,7 +19,7 @@ from tools.errors import USAGE, ToolError
 from tools.framelogs.read import Entry, Process, entries
 from tools.replay import words
 from tools.replay.core import DifferenceError, Replayer
-from tools.replay.fresh import config_of
+from tools.replay.fresh import config_of, own_entry
 from tools.replay.where import Where
 from transport.config import Config
 from transport.frame import Forwarded, Result, Run, Segment, Tensor
@@ -135,10 +135,11 @@ def compute(
     tolerance: of an activation, as a share of the frame's largest; of a token, in log probability.
     Raises ToolError where the block or the log is not the one that is needed.
     """
+    if own_entry(process) is None:
+        raise ToolError(f"{process.paths[0]}: no stage's log, or one that no roll call reached")
     replayer = Replayer(process)
     core = replayer.core
-    if not isinstance(core, Stage):
-        raise ToolError(f"{process.paths[0]}: a coordinator computes nothing: name a stage's log")
+    assert isinstance(core, Stage), core
     exact = _check(process, core.info, model.info)
     done = Computed(exact, device)
     judge = Judge(done, tolerance, core.info.tail)
@@ -161,8 +162,6 @@ def compute(
                     mine = perform_forward(model, action if exact else _telling(action))
         if until is not None and any(map(until.names, (step.input, *step.sent))):
             break
-    if not done.frames:
-        raise ToolError(f"{process.paths[0]}: the stage computed nothing in it")
     return done
 
 

@@ -54,10 +54,10 @@ def fresh_core(process: Process) -> Core:
 
 
 def own_entry(process: Process) -> StageEntry | None:
-    """What the stage said of itself in the first roll call that it passed on."""
+    """What the stage said of itself in the first roll call that it passed on; None: in none."""
     for entry in entries(process):
         passed = entry.record.direction in (Direction.OUT, Direction.UNSENT)
-        if passed and isinstance(entry.frame, RollCall):
+        if passed and isinstance(entry.frame, RollCall) and entry.frame.entries:
             return entry.frame.entries[-1]
     return None
 
