@@ -50,8 +50,8 @@ class Judge:
         self._tolerance = tolerance
         self._tail = recorded_tail
 
-    def fault(self, recorded: Entry, mine: Forwarded) -> str | None:
-        """What is wrong with a forward of the block, in words; None when it is as recorded."""
+    def fault(self, recorded: Entry, run: Run, mine: Forwarded) -> str | None:
+        """What is wrong with the block's forward of `run`, in words; None when as recorded."""
         theirs = recorded.frame
         assert isinstance(theirs, Forwarded), theirs
         self.done.frames += 1
@@ -60,9 +60,9 @@ class Judge:
         assert theirs.payload is not None, recorded
         assert mine.payload is not None, recorded
         self.done.rows += theirs.payload.shape[0]
-        return self._activations(recorded, theirs.payload, mine.payload)
+        return self._activations(recorded, run, theirs.payload, mine.payload)
 
-    def _activations(self, recorded: Entry, theirs: Tensor, mine: Tensor) -> str | None:
+    def _activations(self, recorded: Entry, run: Run, theirs: Tensor, mine: Tensor) -> str | None:
         if (theirs.dtype, theirs.shape) != (mine.dtype, mine.shape):
             return f"{mine.dtype} {list(mine.shape)}, not {theirs.dtype} {list(theirs.shape)}"
         if recorded.record.payloads is Payloads.DIGEST:
@@ -73,14 +73,15 @@ class Judge:
             return None
         one, other = values(theirs), values(mine)
         apart = np.abs(one - other)
-        at = np.unravel_index(int(np.argmax(apart)), apart.shape)
-        worst, scale = float(apart[at]), float(np.max(np.abs(one)))
+        worst, scale = float(np.max(apart)), float(np.max(np.abs(one)))
         self.done.largest = max(self.done.largest, worst)
-        if not self.done.exact and worst <= self._tolerance * max(1.0, scale):
-            return None
-        where = f"row {at[0]} column {at[1]}" if len(at) > 1 else f"value {at[0]}"
-        said = f"max abs difference {worst:.6g} at {where} (values up to {scale:.4g})"
-        return said if self.done.exact else f"{said}, tolerance {self._tolerance:g} of them"
+        limit = 0.0 if self.done.exact else self._tolerance * max(1.0, scale)
+        over = np.argwhere(~(apart <= limit))  # a NaN is over, too
+        if not len(over):
+            return "other bits of equal values" if self.done.exact else None
+        said = f"max abs difference {worst:.6g}, values up to {scale:.4g}"
+        said += "" if self.done.exact else f", tolerance {self._tolerance:g} of them"
+        return f"{said}; first in {_row(run, int(over[0][0]))}"
 
     def _results(self, theirs: Iterable[Result], mine: Iterable[Result]) -> str | None:
         for old, new in zip(theirs, mine, strict=True):
@@ -113,6 +114,15 @@ class Judge:
         return None
 
 
+def _row(run: Run, row: int) -> str:
+    """Whose row of a frame it is."""
+    for segment in run.segments:
+        if row < len(segment.tokens):
+            return f"turn {segment.turn}, position {segment.start + row} of slot {segment.slot}"
+        row -= len(segment.tokens)
+    raise AssertionError((run, row))
+
+
 def values(tensor: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
     """A tensor's numbers as float64."""
     if tensor.dtype == "bfloat16":  # numpy has none: the upper half of a float32
@@ -143,14 +153,15 @@ def compute(
     exact = _check(process, core.info, model.info)
     done = Computed(exact, device)
     judge = Judge(done, tolerance, core.info.tail)
-    mine: Forwarded | None = None
+    asked: tuple[Entry, Run, Forwarded] | None = None
     for step in replayer:
         answer = step.input
-        if isinstance(answer.frame, Forwarded) and mine is not None:
-            wrong = judge.fault(answer, mine)
+        if isinstance(answer.frame, Forwarded) and asked is not None:
+            wrong = judge.fault(answer, *asked[1:])
             if wrong is not None:
-                raise DifferenceError(answer, f"the block computes otherwise: {wrong}", [])
-            mine = None
+                story = [f"  {words.of_entry(asked[0])}", f"> {words.of_entry(answer)}"]
+                raise DifferenceError(answer, f"the block computes otherwise: {wrong}", story)
+            asked = None
         for action in step.actions:
             match action:
                 case CopyRows():
@@ -160,6 +171,7 @@ def compute(
                 case Forward():
                     _check_payload(step.input, action.run, core.info)
                     mine = perform_forward(model, action if exact else _telling(action))
+                    asked = step.input, action.run, mine
         if until is not None and any(map(until.names, (step.input, *step.sent))):
             break
     return done
