@@ -21,6 +21,7 @@ from transport.config import dumps
 from transport.frame import Cancel, Frame, Submit, Verdict
 from transport.framelog import LogRecord
 
+LONG_S = 300.0  # for a replay that loads a model on cores that others use
 RECORD = ("--record-payloads", "full", "--record")
 
 
@@ -46,14 +47,14 @@ def end(started: dict[str, processes.Process]) -> None:
     for process in started.values():
         process.popen.terminate()
     for process in started.values():
-        process.wait()
+        process.wait(LONG_S)
 
 
 def replay(fleet: Fleet, *arguments: object, code: int = 0) -> dict[str, Any]:
     """`kvring replay ... --json`: what it says."""
     process = fleet.start("replay", *arguments, "--json")
     process.expected.append(code)
-    assert process.wait(120) == code, process
+    assert process.wait(LONG_S) == code, process
     found: dict[str, Any] = json.loads(process.output)
     return found
 
