@@ -14,7 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from coord.draft import LookupDrafter
+from coord.coordinator import DRAFTERS
 from pipeline.stage import Stage
 from tests.memoryring import LAYERS, MemoryRing, limits, ring_spec
 from transport.config import Config, Coordinator, Limits, Model, dumps
@@ -44,9 +44,9 @@ START_NS = 1_700_000_000_000_000_000
 
 
 class RecordedRing(MemoryRing):
-    """A MemoryRing whose processes write frame logs to `folder`. refusing: the first link is full.
+    """A MemoryRing whose processes write frame logs to `folder`.
 
-    verify: a share of warm turns to run again, as coord.coordinator's verify mode does it.
+    refusing: the first link is full. With the drafter "model" the test answers what is asked of it.
     """
 
     def __init__(
@@ -57,14 +57,13 @@ class RecordedRing(MemoryRing):
         bounds: Limits | None = None,
         payloads: Payloads = Payloads.NONE,
         segment_bytes: int = 64 << 20,
-        speculate: bool = True,
+        drafter: str = "lookup",
     ) -> None:
         bounds = bounds or limits(lost_after_s=1000.0, frame_timeout_s=1000.0)
-        drafter = "lookup" if speculate else "off"
         spec = Config(
             Model("toy", "toy", "float32"),
             (ring_spec("r", stages, LAYERS),),
-            Coordinator(drafter=drafter),
+            Coordinator(drafter=drafter, draft_model="toy"),
             bounds,
         )
         self.folder = folder
@@ -81,7 +80,7 @@ class RecordedRing(MemoryRing):
             stages,
             bounds=bounds,
             slots=bounds.slots,
-            drafter=LookupDrafter if speculate else None,
+            drafter=DRAFTERS[drafter],
         )
 
     def close(self) -> list[Path]:

@@ -10,15 +10,22 @@ import pytest
 
 from coord.scheduler import Scheduler
 from pipeline.stage import Stage
-from tests.memoryring import limits
+from tests.memoryring import limits, serial
 from tests.recorded import RecordedRing, other_token, play, rewrite
 from tools.cli import run
 from tools.errors import ToolError
 from tools.framelogs.read import LogDamageError, entries, processes
 from tools.replay import DifferenceError, Replayer, open_log, parse_where
 from tools.replay.links import compare_links
-from transport.frame import Cancel, Frame, RollCall, Run, Submit, Verdict
-from transport.framelog import Direction, FrameLogReader, LogRecord, Payloads
+from transport.frame import Cancel, Drafted, Frame, RollCall, Run, Submit, Verdict
+from transport.framelog import (
+    Direction,
+    FrameLogReader,
+    FrameLogWriter,
+    LogHeader,
+    LogRecord,
+    Payloads,
+)
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 
@@ -100,8 +107,42 @@ def test_refused_frames_are_recorded_and_replayed(tmp_path: Path) -> None:
 
 
 def test_without_drafts(tmp_path: Path) -> None:
-    quiet(tmp_path, speculate=False)
+    quiet(tmp_path, drafter="off")
     assert replay(tmp_path)[0].sends
+
+
+def test_with_a_draft_model(tmp_path: Path) -> None:
+    """Its answers are inputs: right ones, wrong ones, late ones and none."""
+    ring = RecordedRing(tmp_path, drafter="model").form()
+    turn = ring.submit(PROMPT, 24)
+    truth = serial(PROMPT, 40)
+    while not ring.replies[turn].over:
+        for at, draft in enumerate(ring.drafts):
+            done = draft.known - len(PROMPT)
+            guess = truth[done : done + draft.count - at % 3]
+            wrong = at % 4 == 1
+            ring.tell(Drafted(turn, draft.known, tuple(t ^ wrong for t in guess)))
+        ring.drafts.clear()
+        ring.happen(ring.choices()[0])
+    assert tuple(ring.replies[turn].tokens) == truth[:24]
+    ring.close()
+    coord = replay(tmp_path)[0]
+    drafted = [each for each in entries(coord.process) if isinstance(each.frame, Drafted)]
+    assert len(drafted) > 1
+
+
+def test_what_verify_mode_writes_beside_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quiet(tmp_path)
+    header = LogHeader("coordinator", "verify-1-warm", 5, "test", 1)
+    beside = tmp_path / "verify-1-warm.00000000000000000001.000000.kvrlog"
+    with beside.open("xb") as file:
+        FrameLogWriter(file, header)
+    assert run(["replay", str(tmp_path)]) == 0
+    assert "verify" not in capsys.readouterr().out
+    assert run(["replay", str(beside)]) == 1
+    assert "does not say which ring.toml verify-1-warm ran with" in capsys.readouterr().err
 
 
 def test_a_log_that_ends_between_an_input_and_its_frames(tmp_path: Path) -> None:

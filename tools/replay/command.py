@@ -9,7 +9,7 @@ from pathlib import Path
 from tools.errors import USAGE, ToolError
 from tools.framelogs.read import Process, processes
 from tools.replay.core import DifferenceError, Replayer
-from tools.replay.fresh import COORDINATOR
+from tools.replay.fresh import COORDINATOR, config_of
 from tools.replay.links import compare_links
 from tools.replay.state import describe, in_words
 from tools.replay.where import Where, parse_where
@@ -31,7 +31,10 @@ def run_replay(
 ) -> int:
     """0 where the replay is equal, 1 where it differs (printed), ToolError where it can't be."""
     where = None if until is None else parse_where(until)
-    found = processes(paths)
+    read = processes(paths)
+    found = [each for each in read if each.header.config]  # not the turns that verify mode writes
+    if not found:
+        config_of(read[0])  # says what its header lacks
     try:
         if stage is not None:
             return _compute(found, stage, device, model, tolerance, where, as_json)
@@ -155,7 +158,6 @@ def _compute(
     as_json: bool,
 ) -> int:
     from tools.replay.compute import choose_process, compute, load_block
-    from tools.replay.fresh import config_of
 
     process = choose_process(found, stage)
     where = device or config_of(process).find(stage)[1].device
