@@ -13,7 +13,7 @@ import pytest
 
 from tests import processes
 from tests.modelfile import default_model
-from tests.processes import NO_TLS, QUICK, idle, post, write_ring
+from tests.processes import NO_TLS, QUICK, idle, post, until, write_ring
 from tests.recorded import other_token, rewrite
 from tests.test_replay_processes import RECORD, end, replay
 from tools.framelogs.read import entries
@@ -92,11 +92,17 @@ def test_three_stages_of_the_default_model(tmp_path: Path) -> None:
             assert replay(fleet, life, "--stage", "s1")["exact"] is True
         for name in ring.names:
             started[name] = fleet.stage(ring, name)
+        for name in ring.names:
+            _loaded(started[name])
         driven = replay(fleet, logs, "--ring", ring.path, "--speed", "0")
         assert driven["equal"] is True
         assert (driven["turns"], driven["cancelled"]) == (4, 1)
 
         _one_token_of_the_tail(fleet, logs)
+
+
+def _loaded(stage: processes.Process) -> None:
+    until(f"{stage.name} is loaded", lambda: '"event": "loaded"' in stage.errors, READY_S)
 
 
 def _one_token_of_the_tail(fleet: processes.Fleet, logs: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from coord.actions import Admitted, Failed, Finished, Tokens, TurnError
 from coord.coordinator import Coordinator, TurnStream
@@ -18,10 +19,10 @@ from tools.framelogs.read import Entry, Process
 from tools.replay.core import Replayer
 from tools.replay.where import Where
 from transport.config import Config
-from transport.frame import Cancel, Frame, FreeSlot, KeepSlot, Submit
+from transport.frame import Cancel, Frame, FreeSlot, KeepSlot, StageState, Submit
 from transport.link import LinkError
 
-READY_S = 60.0  # for the live ring to form
+READY_S = 60.0  # for the live ring to form, not counting the time in which a stage loads
 
 
 @dataclass(slots=True)
@@ -112,6 +113,11 @@ def _for_replay(config: Config) -> Config:
     return replace(config, coordinator=replace(spec, drafter=drafter, verify_share=0.0))
 
 
+def _loading(progress: dict[str, Any]) -> bool:
+    stages = [stage for ring in progress.values() for stage in ring.values()]
+    return any(stage["state"] == StageState.LOADING.value for stage in stages)
+
+
 class _Driver:
     """One run of a script; heard: what each turn's client is told now."""
 
@@ -149,6 +155,8 @@ class _Driver:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + READY_S
         while not coordinator.ready()[0]:
+            if _loading(coordinator.progress()):
+                deadline = loop.time() + READY_S
             if loop.time() > deadline:
                 raise ToolError(f"no ring within {READY_S:g} s: {coordinator.ready()[1]}")
             await asyncio.sleep(0.05)
