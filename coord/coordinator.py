@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -23,8 +24,9 @@ from coord.ledger import Holding
 from coord.ring import Phase, Ring
 from coord.scheduler import Scheduler
 from coord.verify import MAX_WRITTEN, Mismatch, Record, Verifier, report
-from coord.view import beat, counters, describe_ring, holdings
+from coord.view import beat, counters, describe_ring, holdings, link_counters
 from transport.config import Config
+from transport.config import Ring as RingSpec
 from transport.frame import (
     Cancel,
     Drafted,
@@ -33,12 +35,15 @@ from transport.frame import (
     FreeSlot,
     KeepSlot,
     Sampling,
+    StageLost,
     Submit,
     Tick,
 )
 from transport.framelog import Direction, LogHeader
 from transport.link import AsyncPull, AsyncPush, LinkError, open_pull, open_push
+from transport.peers import SAME_KEYS, PeerEvent, Refusals
 from transport.recorder import Recorder
+from transport.trust import CoordinatorTrust
 
 Event = Admitted | Tokens | Finished | Failed
 FIRST_TOKENS = 24  # of a resident prefix, for GET /ring?preview=1
@@ -109,6 +114,7 @@ class Coordinator:
         recorder: Recorder | None = None,
         logs: Path = Path("logs"),
         drafts: DraftRunner | None = None,
+        trust: CoordinatorTrust | None = None,
         first_epoch: int | None = None,
     ) -> None:
         """logs: where verify mode writes the frames of turns that differ.
@@ -127,6 +133,8 @@ class Coordinator:
         self._verify = Verifier(share, self.scheduler) if share else None
         self._logs = logs
         self._incarnation = incarnation
+        self._trust = trust
+        self._refusals, self._refused = Refusals(), Refusals()  # of others, and by heads
         self._recorder = recorder
         self._log = structlog.get_logger()
         self._streams: dict[int, TurnStream] = {}
@@ -148,7 +156,9 @@ class Coordinator:
                     self._received,
                     link=ring.name,
                     max_bytes=self.config.limits.max_frame_bytes,
+                    security=self._trust.verdicts[ring.name] if self._trust else None,
                     on_drop=lambda reason: self._log.warning("message_dropped", reason=reason),
+                    on_peer=self._count_refused,
                 )
                 self._pulls.append(pull)
                 self._pushes[ring.name] = await open_push(
@@ -156,7 +166,9 @@ class Coordinator:
                     sender=f"{ring.name}/coordinator",
                     incarnation=self._incarnation,
                     max_bytes=self.config.limits.max_frame_bytes,
+                    security=self._trust.heads[ring.name] if self._trust else None,
                     emulate=self.config.emulate,
+                    on_peer=partial(self._see_head, ring),
                 )
         except LinkError:
             await self.close()
@@ -298,7 +310,8 @@ class Coordinator:
 
     def counters(self) -> dict[str, float]:
         """Counters and gauges for GET /metrics, by name without prefix."""
-        found = counters(self.scheduler)
+        found = counters(self.scheduler) | link_counters([pull.counts for pull in self._pulls])
+        found["refused_peers_total"] = self._refusals.total
         if self._verify is not None:
             found["verify_runs_total"] = self._verify.runs
             found["verify_mismatches_total"] = self._verify.mismatches
@@ -324,6 +337,17 @@ class Coordinator:
 
     def _received(self, frame: Frame, envelope: Envelope) -> None:
         self._step(frame, Direction.IN, envelope)
+
+    def _see_head(self, ring: RingSpec, event: PeerEvent) -> None:
+        if self._refused.note(event, time.monotonic()) is not None:
+            self._log.warning("link_refused", address=event.address, advice=SAME_KEYS)
+        if event.event == "disconnected" and ring.name in self._pushes:
+            self._step(StageLost(ring.name, ring.head.name, "the link to it ended"))
+
+    def _count_refused(self, event: PeerEvent) -> None:
+        said = self._refusals.note(event, time.monotonic())
+        if said is not None:
+            self._log.warning("peer_refused", **said)
 
     def _step(
         self,

@@ -27,6 +27,7 @@ from coord.http.engine import Engine
 from coord.http.errors import ClientGoneError, Edge, install, read_body, sse_error
 from coord.http.keys import Caller, Key, Keyring, derive_hint, derive_salt
 from coord.http.metrics import CONTENT_TYPE, Metrics
+from coord.http.openapi import document
 from coord.http.reply import Delta, Reply, Wanted
 from coord.http.rings import RingApi
 from coord.http.sampling import sampling_of, seeds_of
@@ -81,10 +82,11 @@ def build_app(engine: Engine, tokenizer: Tokenizer, settings: Settings) -> FastA
         ("/ready", gateway.ready),
         ("/metrics", gateway.metrics),
         ("/ring", rings.view),
+        ("/openapi.json", gateway.describe),
     ):
         app.add_api_route(path, view, methods=["GET"])
-    app.add_api_route("/ring/slots/{slot:int}", rings.evict, methods=["DELETE"])
-    app.add_api_route("/ring/slots/{slot:int}", rings.keep, methods=["PUT"])
+    app.add_api_route("/ring/slots/{number}", rings.evict, methods=["DELETE"])
+    app.add_api_route("/ring/slots/{number}", rings.keep, methods=["PUT"])
     install(app, retry_after_s=settings.retry_after_s)
     app.add_middleware(Edge, keys=Keyring(settings.api_keys), open_paths=OPEN_PATHS)
     return app
@@ -360,6 +362,10 @@ class _Gateway:
         body = {"ready": ready, "missing": missing, **self._engine.progress()}
         headers = {} if ready else {"retry-after": str(self._settings.retry_after_s)}
         return JSONResponse(body, 200 if ready else 503, headers)
+
+    async def describe(self) -> Response:
+        """GET /openapi.json."""
+        return JSONResponse(document())
 
     async def metrics(self, request: Request) -> Response:
         """GET /metrics. Totals tell how long others' prompts are, so it takes an admin's key."""

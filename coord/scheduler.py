@@ -250,7 +250,7 @@ class Scheduler:
         results = {result.turn: result for result in verdict.results}
         for segment, guess in zip(record.frame.segments, record.guesses, strict=True):
             result = results.get(segment.turn)
-            if result is not None and not fits(result, segment):
+            if result is not None and not fits(result, segment, ring.vocabulary):
                 result = None  # nonsense: as good as no answer
             if segment.turn == PROBE_TURN:
                 probe = ring.probed(result, now)
@@ -335,7 +335,8 @@ class Scheduler:
         record = ring.in_flight.get(reject.seq) if reject.epoch == ring.epoch else None
         if record is None or isinstance(record.frame, Run):
             return  # a Run's Verdict still comes, without the refused segment
-        ring.settle(reject.epoch, reject.seq, type(record.frame))
+        if ring.settle(reject.epoch, reject.seq, type(record.frame)) is None:
+            return
         if isinstance(record.frame, Copy):
             self._copy_refused(ring, record, record.frame, now, actions)
 

@@ -116,6 +116,7 @@ def up(
     mbit: options.Mbit = 0.0,
     draft_depth: options.DraftDepth = None,
     draft_tokens: options.DraftTokens = None,
+    insecure: options.Insecure = False,
 ) -> int:
     """Run a whole ring on this machine, with its HTTP API. Ctrl-C ends all of it."""
     _check_address(http)
@@ -135,6 +136,7 @@ def stage(
     ] = None,
     record: options.Record = None,
     record_payloads: options.RecordPayloads = options.Payloads.NONE,
+    insecure: options.Insecure = False,
     with_parent: options.WithParent = False,
 ) -> int:
     """Run one stage of a ring on this machine."""
@@ -146,6 +148,7 @@ def stage(
             device=device,
             record=record,
             record_payloads=record_payloads.value,
+            insecure=insecure,
             with_parent=with_parent,
         )
     )
@@ -162,6 +165,7 @@ def coord(
     api_key_file: options.ApiKeyFile = None,
     record: options.Record = None,
     record_payloads: options.RecordPayloads = options.Payloads.NONE,
+    insecure: options.Insecure = False,
     with_parent: options.WithParent = False,
 ) -> int:
     """Run the coordinator of a ring, with the HTTP API."""
@@ -176,6 +180,7 @@ def coord(
             api_key_file=api_key_file,
             record=record,
             record_payloads=record_payloads.value,
+            insecure=insecure,
             with_parent=with_parent,
         )
     )
@@ -314,6 +319,30 @@ def apikey(
 ) -> int:
     """Draw an API key: prints the key (once) and the line for --api-key-file."""
     return _code(_command("apikey.run_apikey")(name=name, admin=admin))
+
+
+@app.command()
+def keygen(
+    *,
+    ring: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A ring.toml: keys for all its processes.")
+    ] = None,
+    name: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help='A stage, or "coordinator"; may be given again.'),
+    ] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option("--dir", metavar="DIR", help="Where [default: keys beside ring.toml]."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace keys that are there.")] = False,
+) -> int:
+    """Draw CURVE keys for a ring's links: writes files, prints the lines for ring.toml."""
+    if ring is not None:
+        _check_file(ring)
+    return _code(
+        _command("keygen.run_keygen")(ring=ring, names=name or [], folder=folder, force=force)
+    )
 
 
 @app.command()

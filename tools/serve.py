@@ -11,6 +11,7 @@ import os
 import secrets
 import signal
 import socket
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,10 +24,12 @@ import uvicorn
 
 from tools import events
 from tools.errors import USAGE, ToolError
+from tools.security import check_http, check_link, trust_of_coordinator, trust_of_stage
 from transport.config import Config, ConfigError, Ring, Stage, dumps, load
 from transport.framelog import LogHeader, Payloads
 from transport.link import LinkError
 from transport.recorder import Recorder
+from transport.trust import CoordinatorTrust, StageTrust
 
 if TYPE_CHECKING:
     from coord.drafting import DraftRunner
@@ -40,6 +43,7 @@ def run_stage(
     device: str | None,
     record: Path | None,
     record_payloads: str,
+    insecure: bool = False,
     with_parent: bool = False,
 ) -> int:
     """Run one stage until SIGINT or SIGTERM; 0 when it ended by one of them."""
@@ -49,11 +53,15 @@ def run_stage(
     except KeyError as error:
         raise ToolError(str(error.args[0]), code=USAGE) from None
     events.configure()
+    trust = trust_of_stage(config, which, spec)
+    check_link(f"stage {name}", spec.listen, keys=trust is not None, insecure=insecure)
     # OpenMP reads it when torch is imported; more threads than cores spin and cost 3-6x
     os.environ["OMP_NUM_THREADS"] = str(spec.threads)
     incarnation = secrets.randbits(63)
     with _recorder("stage", name, incarnation, config, record, record_payloads) as recorder:
-        return asyncio.run(_stage(config, which, spec, device, incarnation, recorder, with_parent))
+        return asyncio.run(
+            _stage(config, which, spec, device, incarnation, recorder, with_parent, trust)
+        )
 
 
 async def _stage(
@@ -64,6 +72,7 @@ async def _stage(
     incarnation: int,
     recorder: Recorder | None,
     with_parent: bool,
+    trust: StageTrust | None,
 ) -> int:
     from pipeline.daemon import Worker, run_stage
     from pipeline.load import load_model
@@ -78,6 +87,7 @@ async def _stage(
         incarnation,
         recorder,
         config.emulate,
+        trust,
     )
     try:
         await run_stage(worker, incarnation, stop)
@@ -95,6 +105,7 @@ def run_coord(
     api_key_file: Path | None = None,
     record: Path | None,
     record_payloads: str,
+    insecure: bool = False,
     with_parent: bool = False,
 ) -> int:
     """Run the coordinator until SIGINT or SIGTERM; 0 when it ended by one of them."""
@@ -104,6 +115,11 @@ def run_coord(
         os.environ["OMP_NUM_THREADS"] = str(config.rings[0].head.threads)  # see run_stage
     incarnation = secrets.randbits(63)
     keys = _api_keys(api_key, api_key_file)
+    trust = trust_of_coordinator(config)
+    for each in config.rings:
+        who = f"the coordinator of ring {each.name}"
+        check_link(who, each.listen, keys=trust is not None, insecure=insecure)
+    check_http(http or config.coordinator.http, keys=bool(keys), insecure=insecure)
     listener = listen(http or config.coordinator.http)
     with listener, contextlib.ExitStack() as stack:
 
@@ -122,7 +138,7 @@ def run_coord(
 
         folder = record or Path("logs")
         return asyncio.run(
-            _coord(config, listener, keys, incarnation, open_log, folder, with_parent)
+            _coord(config, listener, keys, incarnation, open_log, folder, with_parent, trust)
         )
 
 
@@ -134,6 +150,7 @@ async def _coord(
     open_log: Callable[[int, int], Recorder | None],
     folder: Path,
     with_parent: bool,
+    trust: CoordinatorTrust | None,
 ) -> int:
     from coord.coordinator import Coordinator, new_epoch
     from coord.gateway import Settings, build_app
@@ -147,7 +164,9 @@ async def _coord(
     drafts = await _drafts(config, tokenizer.vocabulary)
     epoch, vocabulary = new_epoch(), tokenizer.vocabulary
     recorder = open_log(epoch, vocabulary)
-    coordinator = Coordinator(config, incarnation, vocabulary, recorder, folder, drafts, epoch)
+    coordinator = Coordinator(
+        config, incarnation, vocabulary, recorder, folder, drafts, trust, epoch
+    )
     try:
         await coordinator.open()
     except LinkError as error:
@@ -210,7 +229,7 @@ class _Server(uvicorn.Server):
 
 def _api_keys(key: str | None, file: Path | None) -> tuple[Key, ...]:
     """Of the command line the operator's own key, of the file everybody's."""
-    from coord.http.keys import hold, parse_keys
+    from coord.http.keys import hold, holds_plain_keys, parse_keys
 
     try:
         keys = () if key is None else (hold("default", key, admin=True),)
@@ -219,11 +238,19 @@ def _api_keys(key: str | None, file: Path | None) -> tuple[Key, ...]:
     if file is None:
         return keys
     try:
-        found = parse_keys(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        found = parse_keys(text)
+        mode = file.stat().st_mode
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise ToolError(f"--api-key-file {file}: {error}", code=USAGE) from None
     if not found:
         raise ToolError(f"--api-key-file {file}: no key in it", code=USAGE)
+    if mode & 0o077 and holds_plain_keys(text):
+        raise ToolError(
+            f"--api-key-file {file}: others can read it (mode {stat.S_IMODE(mode):04o}) and it "
+            f"holds keys in plain text: chmod 600 {file}, or keep hashes (kvring apikey NAME)",
+            code=USAGE,
+        )
     return (*keys, *found)
 
 

@@ -23,6 +23,7 @@ from types import FrameType
 from tools.client import Client
 from tools.errors import USAGE, ToolError
 from tools.pull import resolve_model
+from tools.security import check_http
 from tools.serve import listen
 from tools.terminal import ProgressLine
 from transport.config import (
@@ -71,6 +72,7 @@ class Options:
     draft_depth: int | None = None
     draft_tokens: int | None = None
     draft_model: str | None = None
+    insecure: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +168,8 @@ def run_up(**options: object) -> int:
 
 def _plan(wanted: Options, folder: Path) -> Config:
     """Rings on this machine: layers split evenly, cores shared, links in the run's folder."""
+    if not wanted.insecure:
+        check_http(wanted.http, keys=wanted.api_key is not None, insecure=False)
     http = _free_address(wanted.http)
     path, total, longest = _model(wanted.model)
     if wanted.stages > total:
@@ -262,6 +266,8 @@ def _start(
     if wanted.record is not None:
         extra = ["--record", str(wanted.record), "--record-payloads", wanted.record_payloads]
     commands = {"coordinator": ["coord", "--ring", str(file)]}
+    if wanted.insecure:
+        commands["coordinator"].append("--insecure")
     if wanted.api_key is not None:
         keys = file.parent / "api-keys"  # not on a command line: ps shows those
         keys.touch(mode=0o600)

@@ -229,7 +229,9 @@ class FrameLogReader:
         if version != VERSION:
             raise FrameLogError(0, f"frame log version {version}, this reader knows {VERSION}")
         try:
-            plain = msgpack.unpackb(packed, max_map_len=0, max_ext_len=0)
+            plain = msgpack.unpackb(
+                packed, max_array_len=len(fields(LogHeader)), max_map_len=0, max_ext_len=0
+            )
         except (ValueError, TypeError, RecursionError, msgpack.UnpackException):
             raise FrameLogError(0, "a frame log header that is not msgpack") from None
         types = [str, str, int, str, int, int, str, int, int]

@@ -110,6 +110,13 @@ def parse_keys(text: str) -> tuple[Key, ...]:
     return tuple(keys)
 
 
+def holds_plain_keys(text: str) -> bool:
+    """True when a line of a valid file is a key itself, and not its hash."""
+    lines = [line.strip() for line in text.splitlines()]
+    entries = [line.split(None, 1)[0] for line in lines if line and not line.startswith("#")]
+    return not all(_HASHED.fullmatch(entry.partition(":")[2]) for entry in entries)
+
+
 def _hash(salt: bytes, key: bytes) -> bytes:
     return hashlib.blake2b(
         key, digest_size=_HASH_BYTES, salt=salt, person=b"kvring-apikey"

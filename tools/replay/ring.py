@@ -18,6 +18,7 @@ from tools.errors import ToolError
 from tools.framelogs.read import Entry, Process
 from tools.replay.core import Replayer
 from tools.replay.where import Where
+from tools.security import trust_of_coordinator
 from transport.config import Config
 from transport.frame import Cancel, Frame, FreeSlot, KeepSlot, StageState, Submit
 from transport.link import LinkError
@@ -133,7 +134,8 @@ class _Driver:
     async def run(self) -> Driven:
         submits = [each.frame for each in self._script.asked if isinstance(each.frame, Submit)]
         vocabulary = 1 + max((max(each.prompt, default=0) for each in submits), default=0)
-        coordinator = Coordinator(self._config, secrets.randbits(63), vocabulary)
+        trust = trust_of_coordinator(self._config)
+        coordinator = Coordinator(self._config, secrets.randbits(63), vocabulary, trust=trust)
         try:
             await coordinator.open()
         except LinkError as error:
