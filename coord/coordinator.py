@@ -60,6 +60,28 @@ DRAFTERS: dict[str, Callable[[], Drafter] | None] = {
 MAX_SALTS = 4096  # salts by their chain's root, beyond which those of no resident prefix go
 
 
+def new_epoch() -> int:
+    """Greater than any epoch of an earlier coordinator, unless the clock went back."""
+    return time.time_ns() // 1_000_000
+
+
+def fresh_scheduler(config: Config, first_epoch: int, vocabulary: int) -> Scheduler:
+    """The core of a coordinator that starts; a replay needs the very same one."""
+    scheduler = Scheduler(
+        config.rings,
+        config.limits,
+        first_epoch=first_epoch,
+        vocabulary=vocabulary,
+        drafter=DRAFTERS[config.coordinator.drafter],
+    )
+    depth, tokens = config.coordinator.draft_depth, config.coordinator.draft_tokens
+    for ring in scheduler.rings.values():
+        ring.bounds = Bounds(
+            MAX_DRAFT if tokens is None else tokens, MAX_DEPTH if depth is None else depth
+        )
+    return scheduler
+
+
 class TurnStream:
     """One turn as its client sees it: iterate over its events; the last is Finished or Failed."""
 
@@ -98,31 +120,21 @@ class Coordinator:
         drafts: DraftRunner | None = None,
         trust: CoordinatorTrust | None = None,
         store: Store | None = None,
+        first_epoch: int | None = None,
     ) -> None:
         """logs: where verify mode writes the frames of turns that differ.
 
-        drafts: runs the draft model where the drafter is "model"; the caller runs it.
-        store: what is resident is read from it, and written to it; `close` closes it.
+        drafts: runs the draft model where the drafter is "model"; the caller runs it. store: what
+        is resident is read from it, and written to it; `close` closes it. first_epoch: as the
+        recorder's header has it; None for new_epoch().
         """
         assert drafts is not None or config.coordinator.drafter != "model", config.coordinator
         self._drafts = drafts
         self.config = config
         self.limits = Served(config.limits.max_model_len, (config.model.name,))
         self.started_at = time.time()
-        # greater than any epoch of an earlier coordinator, unless the clock went back
-        first_epoch = time.time_ns() // 1_000_000
-        self.scheduler = Scheduler(
-            config.rings,
-            config.limits,
-            first_epoch=first_epoch,
-            vocabulary=vocabulary,
-            drafter=DRAFTERS[config.coordinator.drafter],
-        )
-        depth, tokens = config.coordinator.draft_depth, config.coordinator.draft_tokens
-        for ring in self.scheduler.rings.values():
-            ring.bounds = Bounds(
-                MAX_DRAFT if tokens is None else tokens, MAX_DEPTH if depth is None else depth
-            )
+        epoch = new_epoch() if first_epoch is None else first_epoch
+        self.scheduler = fresh_scheduler(config, epoch, vocabulary)
         share = config.coordinator.verify_share
         self._verify = Verifier(share, self.scheduler) if share else None
         self._logs = logs
@@ -418,16 +430,15 @@ class Coordinator:
     def _send(self, action: Send) -> None:
         frame = action.frame
         push = self._pushes.get(frame.ring)
-        if push is None:
-            return  # closing
-        try:
-            envelope = push.send(frame)
-        except LinkError as error:  # the frame's timeout will call the roll
-            self._log.warning("frame_not_sent", ring=frame.ring, error=str(error))
-            return
+        direction, envelope = Direction.UNSENT, None
+        if push is not None:  # else closing
+            try:
+                direction, envelope = Direction.OUT, push.send(frame)
+            except LinkError as error:  # the frame's timeout will call the roll
+                self._log.warning("frame_not_sent", ring=frame.ring, error=str(error))
         now_ns, wall_ns = time.monotonic_ns(), time.time_ns()
-        record = Record(now_ns, wall_ns, Direction.OUT, frame.ring, frame, envelope)
-        self._record(record, push.header)
+        record = Record(now_ns, wall_ns, direction, frame.ring, frame, envelope)
+        self._record(record, None if push is None or envelope is None else push.header)
 
     def _record(self, record: Record, header: Buffer | None = None) -> None:
         if self._verify is not None:

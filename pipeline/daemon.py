@@ -171,7 +171,7 @@ class Worker:
                 case DropRows():
                     model.drop(action.parked)
                 case Forward():
-                    done = _forward(model, action)
+                    done = perform_forward(model, action)
                     actions += self._take(core, done, Direction.LOCAL, self.spec.name, None)
 
     def _take(
@@ -198,26 +198,27 @@ class Worker:
         return core.handle(frame, now_ns / 1e9)
 
     def _send(self, push: PushLink, frame: Frame) -> None:
+        direction, envelope = Direction.UNSENT, None
         try:
-            envelope = push.send(frame)
+            direction, envelope = Direction.OUT, push.send(frame)
         except LinkError as error:  # the coordinator's frame timeout will call the roll
             self._log.warning("frame_not_sent", error=str(error))
-            return
         if self._recorder is not None:
             now_ns = time.monotonic_ns()
             self._recorder.record(
                 now_ns,
                 time.time_ns(),
-                Direction.OUT,
+                direction,
                 push.address,
                 frame,
                 envelope=envelope,
-                header=push.header,
+                header=push.header if envelope is not None else None,
                 wait=True,
             )
 
 
-def _forward(model: StageModel, action: Forward) -> Forwarded:
+def perform_forward(model: StageModel, action: Forward) -> Forwarded:
+    """Run the block; the frame that answers the action."""
     run, payload = action.run, action.run.payload
     if payload is not None and action.rows is not None:
         payload = _pick_rows(payload, action.rows)

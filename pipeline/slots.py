@@ -32,6 +32,11 @@ class SlotTable:
     def __len__(self) -> int:
         return len(self._chains)
 
+    @property
+    def parked(self) -> tuple[int, ...]:
+        """The numbers of parked prefixes."""
+        return tuple(self._parked)
+
     def length(self, slot: int) -> int:
         """Rows of `slot` that later segments may read."""
         return len(self._chains[slot])

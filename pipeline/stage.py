@@ -110,6 +110,11 @@ class Stage:
             self._take(waiting, arrived, now, actions)
         return actions
 
+    @property
+    def running(self) -> Run | None:
+        """The frame whose forward has not been answered."""
+        return None if self._running is None else self._running[0]
+
     def deadline(self) -> float | None:
         """A stage never needs a Tick."""
         return None

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Self
 
 from coord.actions import Action, Admitted, Draft, Failed, Finished, Send, Tokens
 from coord.draft import Drafter, LookupDrafter
@@ -196,7 +197,7 @@ class MemoryRing:
 
     # ---- clients -------------------------------------------------------------------------------
 
-    def form(self) -> MemoryRing:
+    def form(self) -> Self:
         for name, incarnation in zip(self.names, self.incarnations, strict=True):
             self.beat(name, incarnation)
         self.pump()
