@@ -16,12 +16,13 @@ from dataclasses import dataclass
 import psutil
 import structlog
 
+from pipeline.forward import perform
 from pipeline.model import StageModel
 from pipeline.stage import Action, CopyRows, DropRows, Forward, Send, Stage
 from transport.config import Limits, Ring
 from transport.config import Stage as StageSpec
 from transport.emulate import Emulate
-from transport.frame import Envelope, Forwarded, Frame, Heartbeat, StageState, Tensor
+from transport.frame import Envelope, Frame, Heartbeat, StageState
 from transport.framelog import Direction
 from transport.link import LinkError, PullLink, PushLink, open_push
 from transport.recorder import Recorder
@@ -134,7 +135,7 @@ class Worker:
                 case DropRows():
                     model.drop(action.parked)
                 case Forward():
-                    done = _forward(model, action)
+                    done = perform(model, action)
                     actions += self._take(core, done, Direction.LOCAL, self.spec.name, None)
 
     def _take(
@@ -161,22 +162,6 @@ class Worker:
             self._recorder.record(
                 now_ns, time.time_ns(), Direction.OUT, push.address, frame, envelope=envelope
             )
-
-
-def _forward(model: StageModel, action: Forward) -> Forwarded:
-    run, payload = action.run, action.run.payload
-    if payload is not None and action.rows is not None:
-        payload = _pick_rows(payload, action.rows)
-    output = model.forward(run.segments, payload, action.histories)
-    return Forwarded(run.epoch, run.seq, output.payload, output.results)
-
-
-def _pick_rows(payload: Tensor, rows: tuple[tuple[int, int], ...]) -> Tensor:
-    data = memoryview(payload.data).cast("B")
-    row = len(data) // payload.shape[0]
-    kept = b"".join(data[start * row : end * row] for start, end in rows)
-    count = sum(end - start for start, end in rows)
-    return Tensor(payload.dtype, (count, *payload.shape[1:]), kept)
 
 
 async def run_stage(worker: Worker, incarnation: int, stop: asyncio.Event) -> None:

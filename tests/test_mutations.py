@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.mutations import MUTATIONS, WORLDS, Mutation, noticed
+from tests.bugs import MUTATIONS, Mutation
+from tests.mutations import WORLDS, noticed
 from tests.world import Plan, visit
 
 
