@@ -6,20 +6,33 @@ rest, bounded memory. Knows frames and actions, and computes hashes and tokens o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NoReturn
 
 from coord.actions import Admitted, Draft, Failed, Finished, Tokens
 from coord.ledger import GONE_TOKENS, MAX_PARKED
-from coord.ring import MAX_WINDOW
+from coord.ring import MAX_WINDOW, PROBE_TOKENS
+from coord.ring import Phase as RingPhase
 from coord.scheduler import Scheduler
 from coord.turn import Phase
 from pipeline.model import TOY_FINGERPRINT
+from pipeline.stage import Action, Forward, Send
 from tools.sim.oracle import Oracle, Text
 from tools.sim.script import Crash, Damage, Gap, Pause, Restart, Script, Stall
-from transport.frame import Refusal, Reject, Run, Segment, Submit
+from transport.frame import (
+    Copy,
+    Frame,
+    Free,
+    Heartbeat,
+    LinkGap,
+    Refusal,
+    Reject,
+    Run,
+    Segment,
+    Submit,
+)
 
 if TYPE_CHECKING:
     from tools.sim.stage import StageProcess
@@ -75,6 +88,7 @@ class Checks:
         self._disturbed = any(isinstance(entry, DISTURBING) for entry in entries)
         self._names: dict[bytes, Text] = {}  # hash of a salted prefix -> what it is the hash of
         self._roots: dict[bytes, bytes] = {}
+        self._said: dict[bytes, set[Text]] = {}  # under each root, every prefix of a reply
         self.turns: dict[int, Told] = {}  # of the present coordinator
         self.followed = False  # the world has healed: no failure is fair any more
 
@@ -107,6 +121,7 @@ class Checks:
                 self._finished(told, action)
             case Failed():
                 told.failed = action
+                self._say(told)
                 self._failed(action)
         return told
 
@@ -114,6 +129,8 @@ class Checks:
         told.admitted.append(action)
         submit = told.submit
         known = (*submit.prompt, *told.got)
+        if len(told.admitted) > 1 and not (self._damaged or self._disturbed):
+            violated("needless start", f"{action}: nothing was lost")
         if action.matched >= len(known):
             violated("clamp", f"{action}: all of {len(known)} tokens are to be reused")
         if action.matched and not submit.reuse and not action.resumed:
@@ -138,6 +155,7 @@ class Checks:
 
     def _finished(self, told: Told, action: Finished) -> None:
         told.finished = action.reason
+        self._say(told)
         if action.reason == "cancelled":
             if not told.cancelled:
                 violated("one end", f"nobody cancelled turn {action.turn}")
@@ -157,6 +175,14 @@ class Checks:
         if self.followed or not fair.get(action.code, False):
             violated("unfair failure", action)
 
+    def _say(self, told: Told) -> None:
+        """A turn is over: this much of it may stay resident."""
+        said = self._said.setdefault(self._root(told.submit.salt), set())
+        text = self._oracle.root
+        for token in (*told.submit.prompt, *told.got):
+            text = self._oracle.step(text, token)
+            said.add(text)
+
     def asked(self, draft: Draft) -> Told:
         """The draft model is asked: it must have been told each token once."""
         told = self.turns[draft.turn]
@@ -170,6 +196,7 @@ class Checks:
         """The coordinator died: its turns end for their clients."""
         for told in self.turns.values():
             told.cut = True
+            self._say(told)
         self.turns = {}
 
     # ---- residency ----
@@ -226,8 +253,12 @@ class Checks:
 
     def at_rest(self, scheduler: Scheduler, stages: dict[str, list[StageProcess]]) -> None:
         """Nothing is in flight: what the ledgers claim is there, and nothing else is kept."""
+        probe = Submit(0, PROBE_TOKENS, 1)
+        self._say(Told(probe, [], []))
         for ring in scheduler.rings.values():
             ledger = ring.ledger
+            for stage in stages[ring.name]:
+                self._honest(stage)
             numbers = [*range(len(ledger.slots)), *ledger.parked]
             for stage in stages[ring.name]:
                 held = sorted(stage.model.buffers)
@@ -247,15 +278,53 @@ class Checks:
         if root not in self._names:
             violated("true claims", f"slot {number} is claimed under an unknown salt")
         text = self._oracle.find(tokens)
-        digest = root
-        for token in tokens:
-            digest = _extend(digest, token)
+        if text not in self._said[root]:
+            violated("true claims", f"slot {number} is claimed to hold {tokens}: nobody said that")
         for stage in stages:
             said = stage.core.slots.tokens(number)[: len(tokens)] == tokens
-            if said and not self._holds(stage, number, len(tokens), text):
-                violated("residency", f"{stage.name} says it holds {tokens} as {number}")
             if not said and not self._damaged:
                 violated("true claims", f"{stage.name} does not hold {tokens} as {number}")
+
+    def _honest(self, stage: StageProcess) -> None:
+        """What a stage says that it holds is in its buffers."""
+        for number in stage.model.buffers:
+            tokens = stage.core.slots.tokens(number)
+            if tokens and not self._holds(stage, number, len(tokens), self._oracle.find(tokens)):
+                violated("residency", f"{stage.name} says that {number} holds {tokens}")
+
+    # ---- nothing is lost without a word ----
+
+    def answered(self, stage: StageProcess, frame: Frame, actions: Sequence[Action]) -> None:
+        """An idle stage has taken a frame: it is passed on, run, or refused, each part of it."""
+        sent = [action.frame for action in actions if isinstance(action, Send)]
+        rejects = [each for each in sent if isinstance(each, Reject)]
+        if isinstance(frame, LinkGap):
+            if not rejects:
+                violated("silence", f"{stage.name} does not tell of {frame}")
+            return
+        if not isinstance(frame, (Run, Copy, Free)):
+            return
+        epoch = stage.core.epoch
+        if epoch is not None and frame.epoch < epoch:
+            return  # of a coordinator, or a ring, that is no more
+        runs = [action.run for action in actions if isinstance(action, Forward)]
+        passed = [each for each in sent if not isinstance(each, (Reject, Heartbeat))]
+        if isinstance(frame, Run):
+            whole = any(each.turn is None for each in rejects)
+            kept = sum([len(run.segments) for run in runs])
+            if not whole and kept + len(rejects) != len(frame.segments):
+                violated("silence", f"{stage.name} leaves out a part of {_run(frame)}")
+            if runs and frame.epoch != stage.called:
+                violated("no roll call", f"{stage.name} runs {_run(frame)}, knows {stage.called}")
+        if not runs and not passed and not rejects:
+            violated("silence", f"{stage.name} does not answer {type(frame).__name__} {frame.seq}")
+
+    def gap(self, frame: LinkGap, scheduler: Scheduler) -> None:
+        """Frames to the coordinator were lost: if they were a tail's, the roll must be called."""
+        for ring in scheduler.rings.values():
+            tail = f"{ring.name}/{ring.spec.stages[-1].name}"
+            if frame.link == tail and ring.phase in (RingPhase.READY, RingPhase.PROBING):
+                violated("silence", f"ring {ring.name} goes on after {frame}")
 
     # ---- bounds ----
 
@@ -288,6 +357,10 @@ class Checks:
 
 def _extend(digest: bytes, token: int) -> bytes:
     return blake2b(digest + token.to_bytes(4, "little"), digest_size=16).digest()
+
+
+def _run(run: Run) -> str:
+    return f"frame {run.seq} of epoch {run.epoch}"
 
 
 def _brief(segment: Segment) -> str:

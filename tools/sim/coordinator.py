@@ -26,6 +26,7 @@ from transport.frame import (
     Envelope,
     Frame,
     Free,
+    LinkGap,
     Reject,
     Run,
     Submit,
@@ -160,6 +161,8 @@ class CoordinatorProcess(Receiver):
             if isinstance(frame, Reject):
                 self._checks.refused(frame, self.scheduler)
         self.take(frame, Direction.IN, envelope)
+        if isinstance(frame, LinkGap):
+            self._checks.gap(frame, self.scheduler)
 
     def take(
         self,

@@ -62,7 +62,7 @@ def draw(seed: int, options: Options) -> Script:
         entries += speech.says(turns, span_us)
     entries += _operators(Random(f"{seed} operator"), shape, span_us)
     kinds = [kind for kind in options.faults if kind in _DRAWN]
-    most = random.choice((0, 1, 2, 2, 4, 8)) if kinds else 0
+    most = random.choice((0, 1, 1, 2, 4, 8)) if kinds else 0
     for number in range(most):
         fault = Random(f"{seed} fault {number}")
         at_us = int(fault.random() * span_us * 1.2)
@@ -200,7 +200,7 @@ def _crash(draw: Random, shape: Shape, at_us: int, _: int) -> list[Entry]:
 def _gap(draw: Random, shape: Shape, at_us: int, _: int) -> list[Entry]:
     ring = draw.randrange(len(shape.stages))
     link = draw.randrange(shape.stages[ring] + 1)
-    return [Gap(at_us, ring, link, draw.choice((1, 1, 2, 5)))]
+    return [Gap(at_us, ring, link, draw.choice((1, 1, 2, 5)), draw.random() < 0.4)]
 
 
 def _stale(draw: Random, shape: Shape, at_us: int, _: int) -> list[Entry]:

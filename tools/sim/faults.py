@@ -67,9 +67,10 @@ class Faults:
         stages = self._rings[fault.ring]
         if fault.link == 0:
             if self._coordinator.up:
-                self._coordinator.pushes[stages[0].ring.name].lose(fault.count)
+                name = stages[0].ring.name
+                self._coordinator.pushes[name].lose(fault.count, from_copy=fault.copies)
         elif stages[fault.link - 1].up:
-            stages[fault.link - 1].out.lose(fault.count)
+            stages[fault.link - 1].out.lose(fault.count, from_copy=fault.copies)
 
     def _stale(self, fault: Stale) -> None:
         name = self._rings[fault.ring][0].ring.name

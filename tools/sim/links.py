@@ -11,7 +11,7 @@ from random import Random
 
 from tools.sim.heap import Heap
 from transport.codec import encode
-from transport.frame import Envelope, Frame
+from transport.frame import Copy, Envelope, Frame
 from transport.numbering import Inbox
 
 
@@ -107,6 +107,7 @@ class Link:
         self._sent = 0  # numbers given
         self._arrived = 0  # numbers that have reached the receiver's machine, or were lost
         self._lost = 0  # numbers below this are lost on the way
+        self._losing = 0  # so many are lost from the next Copy on
         self._last = 0  # when the latest one arrives
         receiver.links.append(self)
 
@@ -121,19 +122,26 @@ class Link:
         self._heap.at(due, self._arrive, frame, envelope)
         return envelope
 
-    def lose(self, count: int) -> None:
-        """The next `count` frames to arrive are lost."""
-        self._lost = max(self._lost, self._arrived + count)
+    def lose(self, count: int, *, from_copy: bool = False) -> None:
+        """The next `count` frames to arrive are lost; from_copy: a Copy is the first of them."""
+        if from_copy:
+            self._losing = count
+        else:
+            self._lost = max(self._lost, self._arrived + count)
 
     def heal(self) -> None:
         """No further frame is lost."""
         self._lost = self._arrived
+        self._losing = 0
 
     def in_air(self) -> int:
         """Frames on their way."""
         return self._sent - self._arrived
 
     def _arrive(self, frame: Frame, envelope: Envelope) -> None:
+        if self._losing and isinstance(frame, Copy):
+            self.lose(self._losing)
+            self._losing = 0
         self._arrived = envelope.number + 1
         if envelope.number < self._lost:
             return

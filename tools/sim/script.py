@@ -194,16 +194,21 @@ class Crash:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """The next `count` frames on the link behind `link` stages of a ring are lost."""
+    """The next `count` frames on the link behind `link` stages of a ring are lost.
+
+    copies: not before a Copy comes; it is the first that is lost.
+    """
 
     at_us: int
     ring: int
     link: int
     count: int
+    copies: bool
 
     def words(self) -> str:
         """For people."""
-        return f"the next {self.count} frames on link {self.link} of r{self.ring} are lost"
+        what = "from the next copy on, " if self.copies else "the next "
+        return f"{what}{self.count} frames on link {self.link} of r{self.ring} are lost"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from tools.sim.record import Recorders
 from tools.sim.script import Shape
 from tools.sim.toy import TreeToy
 from transport.config import Ring
-from transport.frame import Envelope, Frame, Heartbeat, StageState
+from transport.frame import Envelope, Frame, Heartbeat, RollCall, StageState
 from transport.framelog import Direction
 from transport.recorder import Recorder
 
@@ -75,6 +75,7 @@ class StageProcess(Receiver):
         )
         self._recorder = self._recorders.open("stage", name, incarnation, self.heap.now)
         self._forwarding = False
+        self.called = 0  # the epoch of the last roll call that it heard in this life
         self.stalled_until = self.heap.now + load_ns
         self.state = StageState.LOADING if load_ns else StageState.READY
         self._beat(self.life)
@@ -136,7 +137,13 @@ class StageProcess(Receiver):
         now = self.heap.now
         if self._recorder is not None:
             self._recorders.note(self._recorder, now, direction, link, frame, envelope)
-        for action in self.core.handle(frame, now / 1e9):
+        idle = not self._forwarding
+        if isinstance(frame, RollCall):
+            self.called = max(self.called, frame.epoch)
+        actions = self.core.handle(frame, now / 1e9)
+        if idle:
+            self._checks.answered(self, frame, actions)
+        for action in actions:
             self._perform(action)
         self._checks.frames += 1
         self._handled += 1
