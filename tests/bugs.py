@@ -11,7 +11,7 @@ import pytest
 import coord.admission
 import coord.scheduler
 import pipeline.stage
-from coord.ledger import Ledger, Wanted
+from coord.ledger import Ledger, Placement, Wanted
 from coord.ring import InFlight, Ring
 from coord.scheduler import Scheduler
 from coord.turn import Turn
@@ -150,12 +150,15 @@ def _(patcher: pytest.MonkeyPatch) -> None:
 
 @mutation("another salt matches")
 def _(patcher: pytest.MonkeyPatch) -> None:
-    common = Chain.common
+    place = Ledger.place
 
-    def anyones(self: Chain, packed: bytes, root: bytes, start: int = 0) -> int:
-        return common(self, packed, self.root, start)
+    def anyones(self: Ledger, wanted: Wanted, now: float) -> Placement | None:
+        roots = [wanted.root, *(each.chain.root for each in self.slots if each.chain is not None)]
+        found = [place(self, replace(wanted, root=root), now) for root in roots]
+        placed = [each for each in found if each is not None]
+        return max(placed, key=lambda each: each.matched, default=None)
 
-    patcher.setattr(Chain, "common", anyones)
+    patcher.setattr(Ledger, "place", anyones)
 
 
 @mutation("a dropped parked prefix is still offered")
@@ -336,6 +339,16 @@ def _(patcher: pytest.MonkeyPatch) -> None:
         return None
 
     patcher.setattr(Ring, "settle", oldest)
+
+
+@mutation("an answer's epoch is ignored", "restarts")
+def _(patcher: pytest.MonkeyPatch) -> None:
+    settle = Ring.settle
+
+    def any_epoch(self: Ring, epoch: int, seq: int, kind: Any) -> InFlight | None:
+        return settle(self, self.epoch, seq, kind)
+
+    patcher.setattr(Ring, "settle", any_epoch)
 
 
 @mutation("lost verdicts go unnoticed", "gaps")

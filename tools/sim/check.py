@@ -68,6 +68,8 @@ class Told:
     failed: Failed | None = None
     cancelled: bool = False
     cut: bool = False  # the coordinator died
+    place: tuple[str, int] | None = None  # ring and epoch of the last admission
+    refused: bool = False  # by a stage, since then
     drafted: int = 0  # tokens that the draft model was told
 
     @property
@@ -105,8 +107,8 @@ class Checks:
         told = self.turns[submit.turn] = Told(submit, truth, further)
         return told
 
-    def heard(self, action: Admitted | Tokens | Finished | Failed) -> Told:
-        """The coordinator says something to a client."""
+    def heard(self, action: Admitted | Tokens | Finished | Failed, epoch: int) -> None:
+        """The coordinator says something to a client; epoch: of the ring that it is about."""
         told = self.turns.get(action.turn)
         if told is None:
             violated("one end", f"{action} of no turn")
@@ -114,7 +116,7 @@ class Checks:
             violated("one end", f"{action} after the end of its turn")
         match action:
             case Admitted():
-                self._admitted(told, action)
+                self._admitted(told, action, (action.ring, epoch))
             case Tokens():
                 self._tokens(told, action)
             case Finished():
@@ -123,14 +125,14 @@ class Checks:
                 told.failed = action
                 self._say(told)
                 self._failed(action)
-        return told
 
-    def _admitted(self, told: Told, action: Admitted) -> None:
+    def _admitted(self, told: Told, action: Admitted, place: tuple[str, int]) -> None:
         told.admitted.append(action)
         submit = told.submit
         known = (*submit.prompt, *told.got)
-        if len(told.admitted) > 1 and not (self._damaged or self._disturbed):
-            violated("needless start", f"{action}: nothing was lost")
+        if told.place == place and not told.refused:
+            violated("needless start", f"{action}: its ring was not lost, and no stage refused")
+        told.place, told.refused = place, False
         if action.matched >= len(known):
             violated("clamp", f"{action}: all of {len(known)} tokens are to be reused")
         if action.matched and not submit.reuse and not action.resumed:
@@ -245,6 +247,8 @@ class Checks:
 
     def refused(self, reject: Reject, scheduler: Scheduler) -> None:
         """A refusal has come: only what was damaged, or is re-forming, is refused."""
+        if reject.turn in self.turns:
+            self.turns[reject.turn].refused = True
         ring = scheduler.rings[reject.ring]
         waited_for = reject.epoch == ring.epoch and reject.seq in ring.in_flight
         rows = reject.code not in (Refusal.EPOCH, Refusal.LINK)

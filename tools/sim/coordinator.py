@@ -38,7 +38,7 @@ from transport.recorder import Recorder
 
 TIMER_NS = 1000  # an event loop's timer comes a little late,
 LATE_NS = 20_000_000  # and this late under load
-REPLIES = 40  # that may come again
+REPLIES = 400  # that may come again
 SPIN_NS = 1_000_000  # Ticks that come closer together than this are a spin,
 MAX_SPIN = 1000  # if there are so many in a row
 UNANSWERED = 0.05  # of what the draft model is asked
@@ -67,6 +67,7 @@ class CoordinatorProcess(Receiver):
         self.life = 0
         self.hear: Callable[[Event], None] = unheard
         self.replies: deque[tuple[Frame, Envelope]] = deque(maxlen=REPLIES)
+        self.confused: dict[str, Envelope] = {}  # ring: whose name such a reply comes under
         self._stages = stages
         self._checks = checks
         self._recorders = recorders
@@ -191,14 +192,25 @@ class CoordinatorProcess(Receiver):
             if isinstance(frame, Run):
                 self._checks.sent(frame)
             envelope = self.pushes[frame.ring].send(frame)
+            if frame.ring in self.confused and isinstance(frame, Run) and frame.segments[0].turn:
+                self._confuse(frame)
             if self._recorder is not None:
                 now, link = self.heap.now, frame.ring
                 self._recorders.note(self._recorder, now, Direction.OUT, link, frame, envelope)
         elif isinstance(action, Draft):
             self._draft(action)
         else:
-            self._checks.heard(action)
+            ring = self.scheduler.rings[action.ring] if isinstance(action, Admitted) else None
+            self._checks.heard(action, 0 if ring is None else ring.epoch)
             self.hear(action)
+
+    def _confuse(self, run: Run) -> None:
+        """An answer to another frame of that number comes before its own."""
+        for old, _ in self.replies:
+            same = (getattr(old, "ring", ""), getattr(old, "seq", 0)) == (run.ring, run.seq)
+            if isinstance(old, Verdict) and same and old.epoch != run.epoch:
+                self.heap.at(self.heap.now, self.arrive, old, self.confused.pop(run.ring))
+                return
 
     def _draft(self, request: Draft) -> None:
         told = self._checks.asked(request)

@@ -13,6 +13,7 @@ from random import Random
 from tools.sim.samplings import draw_sampling
 from tools.sim.script import (
     FAULTS,
+    Confuse,
     Crash,
     Damage,
     Entry,
@@ -63,10 +64,14 @@ def draw(seed: int, options: Options) -> Script:
     entries += _operators(Random(f"{seed} operator"), shape, span_us)
     kinds = [kind for kind in options.faults if kind in _DRAWN]
     most = random.choice((0, 1, 1, 2, 4, 8)) if kinds else 0
+    busy_us = [entry.at_us for entry in entries if isinstance(entry, Say)]
     for number in range(most):
         fault = Random(f"{seed} fault {number}")
         at_us = int(fault.random() * span_us * 1.2)
-        entries += _DRAWN[fault.choice(kinds)](fault, shape, at_us, clients)
+        if fault.random() < 0.7:  # a turn has just begun
+            at_us = fault.choice(busy_us) + int(fault.expovariate(10.0) * SECOND_US)
+        (kind,) = fault.choices(kinds, [_OFTEN.get(kind, 2) for kind in kinds])
+        entries += _DRAWN[kind](fault, shape, at_us, clients)
     entries.sort(key=lambda entry: entry.at_us)
     return Script(shape, tuple(entries), options.faults)
 
@@ -78,7 +83,7 @@ def _shape(seed: int, random: Random, options: Options) -> Shape:
     stages = [min(high, max(low, random.choice((1, 2, 2, 3, 3, 3, 4, 5, 6)))) for _ in range(rings)]
     heartbeat_s = random.choice((0.5, 1.0))
     limits = Limits(
-        slots=random.choice((1, 2, 2, 3, 4)),
+        slots=random.choice((1, 2, 2, 3, 4, 4)),
         max_model_len=random.choice((192, 256)),
         chunk_tokens=random.choice((8, 16, 32, 64)),
         shared_chunk_tokens=random.choice((8, 8, 32)),
@@ -200,7 +205,7 @@ def _crash(draw: Random, shape: Shape, at_us: int, _: int) -> list[Entry]:
 def _gap(draw: Random, shape: Shape, at_us: int, _: int) -> list[Entry]:
     ring = draw.randrange(len(shape.stages))
     link = draw.randrange(shape.stages[ring] + 1)
-    return [Gap(at_us, ring, link, draw.choice((1, 1, 2, 5)), draw.random() < 0.4)]
+    return [Gap(at_us, ring, link, draw.choice((1, 1, 2, 5)), draw.random() < 0.5)]
 
 
 def _stale(draw: Random, shape: Shape, at_us: int, _: int) -> list[Entry]:
@@ -214,9 +219,11 @@ def _pause(draw: Random, _shape: Shape, at_us: int, _: int) -> list[Entry]:
     return [Pause(at_us, for_us, draw.random() < 0.5)]
 
 
-def _restart(draw: Random, _shape: Shape, at_us: int, _: int) -> list[Entry]:
+def _restart(draw: Random, shape: Shape, at_us: int, _: int) -> list[Entry]:
     down_us = int(draw.choice((0.0, 0.001, 0.02, 1.0)) * SECOND_US)
-    return [Restart(at_us, down_us, draw.choice((0.0, 0.0, 3600.0, -3600.0)))]
+    restart = Restart(at_us, down_us, draw.choice((0.0, 0.0, 3600.0, -3600.0)))
+    confused = draw.randrange(len(shape.stages)) if draw.random() < 0.5 else None
+    return [restart] if confused is None else [restart, Confuse(at_us + down_us + 1, confused)]
 
 
 def _damage(draw: Random, shape: Shape, at_us: int, _: int) -> list[Entry]:
@@ -236,6 +243,7 @@ def _storm(draw: Random, _shape: Shape, at_us: int, clients: int) -> list[Entry]
     return [Leave(at_us + n * each, n) for n in range(clients) if draw.random() < 0.8]
 
 
+_OFTEN = {"gap": 4, "pause": 1, "damage": 1, "lie": 1}  # the others 2; they mask least
 _DRAWN = {
     "stall": _stall,
     "crash": _crash,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tools.sim.clients import Clients
 from tools.sim.coordinator import CoordinatorProcess
 from tools.sim.heap import MICROSECOND, Heap
-from tools.sim.script import Crash, Damage, Fault, Gap, Pause, Restart, Stale, Stall
+from tools.sim.script import Confuse, Crash, Damage, Fault, Gap, Pause, Restart, Stale, Stall
 from tools.sim.stage import StageProcess
 from transport.frame import Copy, Envelope, Free
 
@@ -41,6 +41,9 @@ class Faults:
                 self._gap(fault)
             case Stale():
                 self._stale(fault)
+            case Confuse():
+                name = self._rings[fault.ring][0].ring.name
+                self._coordinator.confused[name] = self._ghost(name)
             case Pause():
                 if self._coordinator.up:
                     for_ns = fault.for_us * MICROSECOND

@@ -227,6 +227,21 @@ class Stale:
 
 
 @dataclass(frozen=True, slots=True)
+class Confuse:
+    """As soon as a frame has the number of one of an earlier coordinator's, that one's reply comes.
+
+    From an unknown sender.
+    """
+
+    at_us: int
+    ring: int
+
+    def words(self) -> str:
+        """For people."""
+        return f"r{self.ring} hears an old reply with the number of a frame in flight"
+
+
+@dataclass(frozen=True, slots=True)
 class Pause:
     """The coordinator's process stands still. timer_first: then its timer is first to be served."""
 
@@ -275,7 +290,7 @@ class Damage:
         return f"the stages from r{self.ring}s{self.stage} on {what} slot #{self.pick}"
 
 
-Fault: TypeAlias = Stall | Crash | Gap | Stale | Pause | Restart | Damage
+Fault: TypeAlias = Stall | Crash | Gap | Stale | Confuse | Pause | Restart | Damage
 Entry: TypeAlias = Say | Leave | Operate | Fault
 
 
