@@ -68,8 +68,7 @@ def rate(turns: list[Script], costs: Costs, bounds: Bounds) -> tuple[float, int]
         ring.rest(IDLE_S)
         before = ring.frames
         ring.run([turn])
-        assert turn.first_s is not None
-        seconds += turn.last_s - turn.first_s
+        seconds += turn.times[-1] - turn.times[0]
         tokens += len(turn.reply) - 1
         frames += ring.frames - before
     return tokens / seconds, frames

@@ -42,12 +42,16 @@ FOREVER_S = 80_000.0
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What things take, in seconds. step_s: each 8 rows after a frame's first 8, in one stage."""
+    """What things take, in seconds. step_s: each 8 rows after a frame's first 8, in one stage.
+
+    processors: that the stages share, in order of arrival; None: each stage has its own.
+    """
 
     frame_s: float = 0.010
     step_s: float = 0.003
     delay_s: float = 0.0
     send_s: float = 0.0002  # of a link without delay
+    processors: int | None = None
 
     def forward_s(self, rows: int) -> float:
         """One stage's time for a frame."""
@@ -60,9 +64,8 @@ class Script:
 
     prompt: tuple[int, ...]
     reply: tuple[int, ...]
-    first_s: float | None = None
-    last_s: float = 0.0
     got: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)  # when each came
     frames: int = 0  # that carried a verify segment of it
 
 
@@ -88,9 +91,11 @@ class VirtualRing:
         self.now = 0.0
         self.busy_s = [0.0] * stages
         self.frames = 0
+        self.sizes: list[int] = []  # turns in each frame
         self.most_in_flight = 0
         self.turns: dict[int, Script] = {}
         self._free_at = [0.0] * stages
+        self._processors = [0.0] * (costs.processors or 0)  # when each is free; a heap
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         for each in specs:
@@ -144,9 +149,8 @@ class VirtualRing:
                 self.most_in_flight = max(self.most_in_flight, len(self.ring.in_flight))
             elif isinstance(action, Tokens):
                 script = self.turns[action.turn]
-                script.first_s = self.now if script.first_s is None else script.first_s
-                script.last_s = self.now
                 script.got += action.tokens
+                script.times += [self.now] * len(action.tokens)
             else:
                 assert not isinstance(action, Failed), action
                 assert isinstance(action, Finished) or action.turn in self.turns
@@ -167,9 +171,14 @@ class VirtualRing:
             took = self.costs.forward_s(rows)
             timings = (*timings, Timing(name, 0, round(took * 1e6)))
             self.busy_s[index] += took
-            self.frames += index == 0
-        done = max(self.now, self._free_at[index]) + took
-        self._free_at[index] = done
+            if index == 0:
+                self.frames += 1
+                self.sizes.append(len(frame.segments))
+        start = max(self.now, self._free_at[index])
+        if took and self._processors:
+            start = max(start, heapq.heappop(self._processors))
+            heapq.heappush(self._processors, start + took)
+        done = self._free_at[index] = start + took
         self._at(done, lambda: self._fly(frame, index + 1, timings))
 
     def _answer(self, frame: Frame, timings: tuple[Timing, ...]) -> Frame:

@@ -11,9 +11,10 @@ from coord.draft import LEAST_GAIN, LEAST_SHARE, MAX_DEPTH, MAX_DRAFT, ROW_STEP,
 from coord.ring import Ring
 from coord.turn import Phase, Turn
 from transport.config import Limits
-from transport.frame import Segment
+from transport.frame import Kind, Run, Segment
 
 CHUNK_STEP = 32  # rows
+LIKELY = 1.0  # accepted drafts expected of a turn's next 7
 
 
 def certain(ring: Ring, mine: list[Turn], limits: Limits) -> list[Segment]:
@@ -23,8 +24,12 @@ def certain(ring: Ring, mine: list[Turn], limits: Limits) -> list[Segment]:
     that the decoding turn's gaps stay short.
     """
     ready = [turn for turn in mine if turn.decoding and turn.ready]
-    ready = ready[: _at_most(len(ready), ring)]
-    decodes = any(turn.decoding and turn.phase is Phase.RUNNING for turn in mine)
+    decoding = sum(turn.decoding and turn.phase is Phase.RUNNING for turn in mine)
+    frames = max(1, min(math.ceil(decoding / ROW_STEP), ring.pipe))
+    if _should_join(ready, frames, ring, mine):
+        ready = []
+    ready = ready[: max(ROW_STEP, math.ceil(decoding / frames))]
+    decodes = decoding > 0
     waiting = sum(turn.known - turn.sent for turn in mine if not turn.decoding)
     left = limits.shared_chunk_tokens if decodes else chunk_rows(ring, waiting, limits)
     prefill: list[Segment] = []
@@ -34,7 +39,7 @@ def certain(ring: Ring, mine: list[Turn], limits: Limits) -> list[Segment]:
             prefill.append(segment)
             left -= len(segment.tokens)
     rows = len(ready) + sum(len(segment.tokens) for segment in prefill)
-    drafted = [turn for turn in ready if turn.drafter is not None]
+    drafted = [turn for turn in ready if turn.hopeful]
     _speculate(ring, drafted, _worthwhile(ring, drafted, rows, alone=len(mine) == 1))
     found = [turn.next_segment(1 + MAX_DRAFT) for turn in ready]
     return [segment for segment in found if segment is not None] + prefill
@@ -60,7 +65,7 @@ def ahead(ring: Ring, mine: list[Turn]) -> list[Segment]:
     Only where the ring would be idle, for turns whose guess has a fair chance to count; and where
     several turns share the ring, only if all guesses together come near what their frames give.
     """
-    flying = [turn for turn in mine if turn.ahead and turn.drafter is not None]
+    flying = [turn for turn in mine if turn.ahead and turn.hopeful]
     if not flying or not ring.room_to_guess():
         return []
     guessing = []
@@ -83,13 +88,33 @@ def ahead(ring: Ring, mine: list[Turn]) -> list[Segment]:
     return [segment for segment in found if segment is not None]
 
 
-def _at_most(ready: int, ring: Ring) -> int:
-    """How many of the ready turns one frame takes: more than a step only if places are short.
+def _should_join(ready: list[Turn], frames: int, ring: Ring, mine: list[Turn]) -> bool:
+    """True when the ready turns should wait for others to go with them in one frame.
 
-    Two frames of 8 rows, one behind the other, are back sooner than one of 16.
+    A step of rows costs what one row costs, so that more `frames` than steps only take the stages'
+    time: turns that came to decode one by one would stay apart for ever. Each waits for the first
+    frame that comes back. Not where a turn is likely to have drafts accepted: it fills a frame.
     """
-    places = max(1, ring.pipe - len(ring.in_flight))
-    return max(ROW_STEP, -(-ready // places))
+    if any(turn.acceptance.expected(0, ROW_STEP - 1) >= LIKELY for turn in ready if turn.hopeful):
+        return False
+    turns = {turn.id: turn for turn in mine}
+    flying = 0
+    for record in ring.in_flight.values():
+        if isinstance(record.frame, Run):
+            pairs = zip(record.frame.segments, record.guesses, strict=True)
+            flying += any(_is_certain(turns.get(each.turn), each, guess) for each, guess in pairs)
+    return flying >= frames
+
+
+def _is_certain(turn: Turn | None, segment: Segment, guess: int) -> bool:
+    """True for a segment whose verdict brings a running turn at least one token."""
+    return (
+        turn is not None
+        and segment.kind is Kind.VERIFY
+        and turn.phase is Phase.RUNNING
+        and guess == turn.guess
+        and segment.start < turn.known
+    )
 
 
 def _worthwhile(ring: Ring, turns: list[Turn], rows: int, *, alone: bool) -> list[int]:

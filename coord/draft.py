@@ -7,7 +7,7 @@ can change a reply; it only decides what is worth computing ahead. Knows no ring
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
 from typing import Protocol
 
@@ -15,6 +15,8 @@ NGRAM = 3  # longest suffix that is looked up; then 2, then 1
 ROW_STEP = 8  # rows of a frame cost in steps: exact mode pads to them, and 8 cost what 1 costs
 MAX_DRAFT = 32  # tokens of one verify segment after its first
 DECAY = 0.8  # of the acceptance counts at each verdict: about the last 5 count
+USUAL_DECAY = 0.98  # of the counts over all turns
+TRUST = 2.0  # verdicts that a new turn's expectation weighs
 MAX_DEPTH = 16  # verify frames of one turn in flight
 LEAST_SHARE = 0.2  # of a frame's chance to count x the ring's places: see docs/speculation.md
 LEAST_GAIN = 0.5  # of what the frames in flight give, for guesses that would ride beside them
@@ -101,6 +103,17 @@ def accepted(proposed: Sequence[int], picked: Sequence[int]) -> int:
 
 
 @dataclass(slots=True)
+class Usual:
+    """How drafts of a server's latest turns fared: what a new turn is expected to be like.
+
+    Hits and trials, decaying over about 50 verdicts: at first hopeful, so that drafts are tried.
+    """
+
+    start: tuple[float, float] = (1.0, 2.0)
+    onward: tuple[float, float] = (1.4, 2.0)
+
+
+@dataclass(slots=True)
 class Acceptance:
     """A turn's measured chances that drafts are right.
 
@@ -109,11 +122,16 @@ class Acceptance:
     either guess far ahead in a chat or too little in a quotation.
     """
 
-    start: float = 0.5
-    onward: float = 0.7
+    usual: Usual = field(default_factory=Usual)
+    start: float = field(init=False)
+    onward: float = field(init=False)
     running: bool = False  # the latest draft that was judged was right
-    _start: tuple[float, float] = (1.0, 2.0)  # hits and trials, decaying
-    _onward: tuple[float, float] = (1.4, 2.0)
+    _start: tuple[float, float] = field(init=False)  # hits and trials, decaying
+    _onward: tuple[float, float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.start, self.onward = _rate(self.usual.start), _rate(self.usual.onward)
+        self._start, self._onward = (TRUST * self.start, TRUST), (TRUST * self.onward, TRUST)
 
     def chance(self, count: int) -> float:
         """That the next `count` drafts are all right, from the last known token on."""
@@ -137,16 +155,20 @@ class Acceptance:
         if began:
             self._start = _counted(self._start, float(right > 0), 1.0)
             self.start = _rate(self._start)
+            self.usual.start = _counted(self.usual.start, float(right > 0), 1.0, USUAL_DECAY)
         hits = max(0, right - began)
         trials = hits + (wrong and (right > 0 or not began))
         if trials:
             self._onward = _counted(self._onward, hits, trials)
             self.onward = _rate(self._onward)
+            self.usual.onward = _counted(self.usual.onward, hits, trials, USUAL_DECAY)
         self.running = not wrong
 
 
-def _counted(old: tuple[float, float], hits: float, trials: float) -> tuple[float, float]:
-    return old[0] * DECAY + hits, old[1] * DECAY + trials
+def _counted(
+    old: tuple[float, float], hits: float, trials: float, decay: float = DECAY
+) -> tuple[float, float]:
+    return old[0] * decay + hits, old[1] * decay + trials
 
 
 def _rate(counts: tuple[float, float]) -> float:

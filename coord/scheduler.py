@@ -12,7 +12,7 @@ from coord.actions import Action, Admitted, Failed, Finished, Send, Tokens
 from coord.admission import Choice, choose, explain, leader, waits_behind
 from coord.batch import ahead, certain
 from coord.counters import Totals
-from coord.draft import Drafter, accepted
+from coord.draft import Acceptance, Drafter, Usual, accepted
 from coord.draft_model import ModelDrafter, asked
 from coord.ledger import Miss
 from coord.placing import NO_TURN, carry_out, expire, free
@@ -69,6 +69,7 @@ class Scheduler:
         self.rings = {spec.name: Ring(spec, limits, first_epoch, vocabulary) for spec in rings}
         self.turns: dict[int, Turn] = {}  # waiting, running and draining, in order of arrival
         self.totals = Totals()
+        self.usual = Usual()
         self._now = 0.0
 
     def handle(self, frame: Frame, now: float) -> list[Action]:
@@ -181,7 +182,9 @@ class Scheduler:
         else:
             budget = min(submit.budget, limit - prompt)
             drafter = self._drafter() if self._drafter is not None else None
-            self.turns[submit.turn] = Turn(submit, budget, drafter, waiting_since=now)
+            self.turns[submit.turn] = Turn(
+                submit, budget, drafter, acceptance=Acceptance(self.usual), waiting_since=now
+            )
 
     def _cancel(self, cancel: Cancel, now: float, actions: list[Action]) -> None:
         turn = self.turns.get(cancel.turn)
@@ -290,7 +293,10 @@ class Scheduler:
         assert segment.end - segment.want == turn.known - 1, (segment, turn)
         drafts = turn.chain.tokens(turn.known, min(len(turn.chain), segment.end + 1))
         right = accepted(drafts, result.tokens)
-        turn.acceptance.learn(len(drafts), right)
+        if drafts:
+            turn.acceptance.learn(len(drafts), right)
+        else:
+            turn.learn_from(result.tokens[0])
         self.totals.drafts_accepted += right
         self.totals.drafts_rejected += min(len(drafts), segment.want) - right
         reason, count = None, 0

@@ -83,6 +83,13 @@ class Turn:
         """Drafts behind the known tokens: sent, and not yet judged."""
         return 0 if self.chain is None else len(self.chain) - self.known
 
+    @property
+    def hopeful(self) -> bool:
+        """True when the drafter knows what may follow all that is known or guessed."""
+        if self.drafter is None or self.chain is None:
+            return False
+        return bool(self.drafter.propose(self.chain.tokens(self.known), 1))
+
     def packed(self) -> bytes:
         """All known token ids, packed."""
         if self.chain is None:
@@ -163,6 +170,16 @@ class Turn:
                 break
         self.chain.extend(drafts)
         return len(drafts)
+
+    def learn_from(self, token: int) -> None:
+        """What a draft of one token would have been worth, where none was sent.
+
+        So that a turn in a crowd, whose frames have no row to spare, is known to quote when it
+        does, and one that chats needs no wrong guesses to show it.
+        """
+        if self.drafter is not None:
+            proposed = self.drafter.propose((), 1)
+            self.acceptance.learn(len(proposed), int(proposed == (token,)))
 
     def commit(self, token: int) -> str | None:
         """Take the next token; the finish reason when it ends the turn.

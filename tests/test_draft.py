@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import coord.batch
 from bench.controller import GOAL, curve, rate, scripts
+from bench.crowd import steady
 from bench.virtual import Costs, Script, VirtualRing
 from coord.batch import chunk_rows
 from coord.draft import (
@@ -21,13 +22,16 @@ from coord.draft import (
     Bounds,
     LookupDrafter,
     Pace,
+    Usual,
     accepted,
     worthwhile,
 )
 from coord.ring import Ring
+from coord.turn import Turn
 from transport.config import Limits
 from transport.config import Ring as RingSpec
 from transport.config import Stage as StageSpec
+from transport.frame import Submit
 
 TOKENS = st.integers(0, 3)  # few, so that n-grams repeat
 TEXTS = st.lists(TOKENS, max_size=40)
@@ -271,7 +275,7 @@ def test_sixteen_turns_keep_their_pace_over_long_links() -> None:
         ring = VirtualRing(Costs(delay_s=delay_s), None, slots=16)
         turns = novel(16, 100)
         ring.run(turns)
-        start, end = min(t.first_s or 0 for t in turns), max(t.last_s for t in turns)
+        start, end = min(t.times[0] for t in turns), max(t.times[-1] for t in turns)
         return 16 * 99 / (end - start)
 
     near = together(0.0)
@@ -280,7 +284,7 @@ def test_sixteen_turns_keep_their_pace_over_long_links() -> None:
     alone = VirtualRing(Costs(), None)
     (turn,) = novel(1, 100)
     alone.run([turn])
-    assert near >= 3 * 99 / (turn.last_s - (turn.first_s or 0))
+    assert near >= 3 * 99 / (turn.times[-1] - turn.times[0])
 
 
 # ---- the controller against the curve ------------------------------------------------------------
@@ -325,6 +329,38 @@ def test_a_chat_wastes_few_frames() -> None:
     _, adaptive = rate(scripts("chat")[:1], costs, Bounds())
     _, plain = rate(scripts("chat")[:1], costs, Bounds(7, 1))
     assert adaptive <= 1.1 * plain
+
+
+@pytest.mark.parametrize(("text_class", "turns", "least"), [("chat", 16, 0.97), ("quote", 8, 2.0)])
+def test_lookup_never_slows_a_crowd_down(text_class: str, turns: int, least: float) -> None:
+    costs = Costs(delay_s=0.02, processors=2)
+    off, on = (steady(costs, text_class, turns, lookup=lookup) for lookup in (False, True))
+    assert on >= least * off
+
+
+def test_turns_that_came_one_by_one_come_to_share_a_frame() -> None:
+    ring = VirtualRing(Costs(send_s=0.0), None, slots=8)
+    turns = [
+        Script(each.prompt + (9,) * (64 * index), each.reply)
+        for index, each in enumerate(novel(8, 120))
+    ]
+    ring.run(turns)
+    assert ring.sizes.count(8) > 60, ring.sizes
+
+
+def test_what_lookup_would_have_hit_is_learned_without_sending_it() -> None:
+    """A turn in a crowd has no free rows: its acceptance must not stay what chats made of it."""
+    usual = Usual()
+    for _ in range(60):
+        Acceptance(usual).learn(3, 0)
+    assert Acceptance(usual).chance(1) < 0.1
+    submit = Submit(1, (1, 2, 3, 4, 1, 2), 50)
+    turn = Turn(submit, 50, LookupDrafter(), acceptance=Acceptance(usual))
+    turn.admit("r", 0, b"r" * 16, None, 0)
+    for token in (3, 4, 1, 2, 3, 4, 1, 2):
+        turn.learn_from(token)
+        turn.commit(token)
+    assert turn.acceptance.chance(1) > 0.6
 
 
 def test_turns_in_step_go_in_frames_of_eight_while_there_are_places() -> None:
