@@ -15,7 +15,7 @@ from coord.scheduler import Scheduler
 from tools.sim.check import Checks, Told, violated
 from tools.sim.heap import MICROSECOND, Heap
 from tools.sim.links import Link, Receiver
-from tools.sim.record import WALL_NS, Recorders
+from tools.sim.record import WALL_NS, Recorders, Recording
 from tools.sim.script import Shape
 from tools.sim.stage import StageProcess
 from tools.sim.toy import VOCABULARY
@@ -34,7 +34,6 @@ from transport.frame import (
     Verdict,
 )
 from transport.framelog import Direction
-from transport.recorder import Recorder
 
 TIMER_NS = 1000  # an event loop's timer comes a little late,
 LATE_NS = 20_000_000  # and this late under load
@@ -71,7 +70,7 @@ class CoordinatorProcess(Receiver):
         self._stages = stages
         self._checks = checks
         self._recorders = recorders
-        self._recorder: Recorder | None = None
+        self._recording: Recording | None = None
         self._timer: int | None = None  # when the next look at the deadline is due
         self._handled = 0
         self._ticks, self._ticked_at = 0, 0
@@ -104,7 +103,7 @@ class CoordinatorProcess(Receiver):
             )
             for name, stages in self._stages.items()
         }  # fmt: skip
-        self._recorder = self._recorders.open("coordinator", "coord", incarnation, self.heap.now)
+        self._recording = self._recorders.open("coordinator", "coord", incarnation, self.heap.now)
         self._timer, self._looked_at = None, -LATE_NS
         self.last_turn = 0
         self.rise()
@@ -115,8 +114,8 @@ class CoordinatorProcess(Receiver):
         self.die()
         self.life += 1
         self._checks.restarted()
-        if self._recorder is not None:
-            self._recorder.close()
+        if self._recording is not None:
+            self._recording.close()
 
     @property
     def awake(self) -> bool:
@@ -173,9 +172,9 @@ class CoordinatorProcess(Receiver):
     ) -> None:
         """The core takes a frame; its actions are performed."""
         now, checks = self.heap.now, self._checks
-        if self._recorder is not None:
+        if self._recording is not None:
             link = envelope.sender if envelope is not None else "coordinator"
-            self._recorders.note(self._recorder, now, direction, link, frame, envelope)
+            self._recording.note(now, direction, link, frame, envelope)
         scheduler = self.scheduler
         for action in scheduler.handle(frame, now / 1e9):
             self._perform(action)
@@ -194,9 +193,9 @@ class CoordinatorProcess(Receiver):
             envelope = self.pushes[frame.ring].send(frame)
             if frame.ring in self.confused and isinstance(frame, Run) and frame.segments[0].turn:
                 self._confuse(frame)
-            if self._recorder is not None:
+            if self._recording is not None:
                 now, link = self.heap.now, frame.ring
-                self._recorders.note(self._recorder, now, Direction.OUT, link, frame, envelope)
+                self._recording.note(now, Direction.OUT, link, frame, envelope)
         elif isinstance(action, Draft):
             self._draft(action)
         else:

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from tools.errors import USAGE, ToolError
+from tools.framelogs.residency import Violation
 from tools.sim.check import ViolationError
 from tools.sim.draw import Options, draw
 from tools.sim.script import FAULTS, Script
@@ -62,6 +63,10 @@ def play(script: Script, logs: Path | None = None) -> tuple[Failure | None, int]
         world.play()
     except ViolationError as error:
         failure = Failure(script.shape.seed, error.name, error.detail)
+    except Violation as error:
+        failure = Failure(
+            script.shape.seed, f"log check {error.rule}", f"{error.place}: {error.text}"
+        )
     except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError) as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         name = f"{type(error).__name__} in {Path(where.filename).name}:{where.lineno}"

@@ -11,13 +11,12 @@ from tools.sim.check import Checks
 from tools.sim.heap import MICROSECOND, SECOND, Heap
 from tools.sim.links import Link, Receiver
 from tools.sim.oracle import Oracle
-from tools.sim.record import Recorders
+from tools.sim.record import Recorders, Recording
 from tools.sim.script import Shape
 from tools.sim.toy import TreeToy
 from transport.config import Ring
 from transport.frame import Envelope, Frame, Heartbeat, RollCall, StageState
 from transport.framelog import Direction
-from transport.recorder import Recorder
 
 BEATS_S = {StageState.LOADING: LOADING_BEAT_S}  # else limits.heartbeat_s
 
@@ -46,7 +45,7 @@ class StageProcess(Receiver):
         self.coordinator: Receiver | None = None
         self._oracle, self._checks = oracle, checks
         self._recorders = recorders
-        self._recorder: Recorder | None = None
+        self._recording: Recording | None = None
         self._forwarding = False
         self._handled = 0
         self._random = Random(f"{shape.seed} {self.spec.name}")
@@ -73,7 +72,7 @@ class StageProcess(Receiver):
         self._control = Link(
             self.heap, self.coordinator, control, incarnation, delay, jitter, self._random
         )
-        self._recorder = self._recorders.open("stage", name, incarnation, self.heap.now)
+        self._recording = self._recorders.open("stage", name, incarnation, self.heap.now)
         self._forwarding = False
         self.called = 0  # the epoch of the last roll call that it heard in this life
         self.stalled_until = self.heap.now + load_ns
@@ -89,8 +88,8 @@ class StageProcess(Receiver):
             link.lose(min(lost, link.in_air()))
         self.die()
         self.life += 1  # events of the old life find another one
-        if self._recorder is not None:
-            self._recorder.close()
+        if self._recording is not None:
+            self._recording.close()
 
     def _loaded(self, life: int) -> None:
         if life == self.life:
@@ -135,8 +134,8 @@ class StageProcess(Receiver):
         self, frame: Frame, direction: Direction, link: str, envelope: Envelope | None
     ) -> None:
         now = self.heap.now
-        if self._recorder is not None:
-            self._recorders.note(self._recorder, now, direction, link, frame, envelope)
+        if self._recording is not None:
+            self._recording.note(now, direction, link, frame, envelope)
         idle = not self._forwarding
         if isinstance(frame, RollCall):
             self.called = max(self.called, frame.epoch)
@@ -155,10 +154,10 @@ class StageProcess(Receiver):
         match action:
             case Send():
                 envelope = self.out.send(action.frame)
-                if self._recorder is not None:
+                if self._recording is not None:
                     link, frame = self.ring.next_address(self.spec), action.frame
                     now = self.heap.now
-                    self._recorders.note(self._recorder, now, Direction.OUT, link, frame, envelope)
+                    self._recording.note(now, Direction.OUT, link, frame, envelope)
             case CopyRows():
                 self.model.copy(action.source, action.target, action.length)
             case DropRows():
