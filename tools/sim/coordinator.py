@@ -12,7 +12,7 @@ from coord.coordinator import DRAFTERS
 from coord.draft import MAX_DEPTH, MAX_DRAFT, Bounds
 from coord.ring import Phase
 from coord.scheduler import Scheduler
-from tools.sim.check import Checks, Told, violated
+from tools.sim.check import EVERY, Checks, Told, violated
 from tools.sim.heap import MICROSECOND, Heap
 from tools.sim.links import Link, Receiver
 from tools.sim.record import WALL_NS, Recorders, Recording
@@ -180,7 +180,7 @@ class CoordinatorProcess(Receiver):
             self._perform(action)
         checks.frames += 1
         self._handled += 1
-        if self._handled % checks.every == 0:
+        if self._handled % EVERY == 0:
             scheduler.check()
             checks.coordinator(scheduler)
         self._set_timer()

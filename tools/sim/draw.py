@@ -54,7 +54,7 @@ def draw(seed: int, options: Options) -> Script:
     clients = min(high, max(low, random.choice((1, 2, 2, 3, 3, 4, 5, 6, 8, 16))))
     span_us = int(random.choice((0.5, 2.0, 4.0, 6.0)) * SECOND_US)
     entries: list[Entry] = []
-    sampled, salted = random.random() < 0.06, random.random() < 0.3
+    sampled, salted = random.random() < 0.04, random.random() < 0.3
     slow = "slow" in options.faults and random.random() < 0.3
     turns = max(1, random.randrange(4, 14) // clients)
     for client in range(clients):
@@ -93,7 +93,7 @@ def _shape(seed: int, random: Random, options: Options) -> Shape:
         frame_timeout_s=random.choice((1.0, 3.0, 6.0)),
         resume_s=random.choice((4.0, 20.0)),
         idle_ttl_s=random.choice((0.0, 0.0, 0.0, 2.0)),
-        park_bytes=random.choice((0, 0, 8 * 200, 8 * 2000)),
+        park_bytes=random.choice((0, 0, 0, 8 * 200, 8 * 2000)),
     )
     return Shape(
         seed,

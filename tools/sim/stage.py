@@ -7,7 +7,7 @@ from random import Random
 from pipeline.daemon import LOADING_BEAT_S
 from pipeline.forward import perform
 from pipeline.stage import Action, CopyRows, DropRows, Forward, Send, Stage
-from tools.sim.check import Checks
+from tools.sim.check import EVERY, SELDOM, Checks
 from tools.sim.heap import MICROSECOND, SECOND, Heap
 from tools.sim.links import Link, Receiver
 from tools.sim.oracle import Oracle
@@ -136,19 +136,20 @@ class StageProcess(Receiver):
         now = self.heap.now
         if self._recording is not None:
             self._recording.note(now, direction, link, frame, envelope)
-        idle = not self._forwarding
+        judged = direction is Direction.IN and not self._forwarding
         if isinstance(frame, RollCall):
             self.called = max(self.called, frame.epoch)
         actions = self.core.handle(frame, now / 1e9)
-        if idle:
+        if judged:
             self._checks.answered(self, frame, actions)
         for action in actions:
             self._perform(action)
         self._checks.frames += 1
         self._handled += 1
-        if self._handled % self._checks.every == 0:
+        if self._handled % EVERY == 0:
             self.core.check()
-            self._checks.stage(self)
+            if self._handled % SELDOM == 0:
+                self._checks.stage(self)
 
     def _perform(self, action: Action) -> None:
         match action:
