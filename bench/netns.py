@@ -150,9 +150,9 @@ def processes(network: Network, file: Path, delay_ms: float, stages: int) -> Ite
     started = []
     places = [(network.hub, [python, "-m", "bench.netns", "--forward", str(count)])]
     places[0][1].extend(["--delay-ms", str(delay_ms)])
-    places.append((network.names[0], [*cli, "coord", "--ring", str(file)]))
+    places.append((network.names[0], [*cli, "coord", "--ring", str(file), "--insecure"]))
     for i in range(stages):
-        command = [*cli, "stage", "--ring", str(file), "--name", f"s{i}"]
+        command = [*cli, "stage", "--ring", str(file), "--name", f"s{i}", "--insecure"]
         places.append((network.names[1 + i], command))
     try:
         for number, (space, command) in enumerate(places):

@@ -1,11 +1,12 @@
 """What the links cost: one round trip over three forwarding hops, raw pyzmq against kvring's links.
 
-    python bench/ring_latency.py [--rounds 2000] [--payload 1024 65536 2097152]
+    python -m bench.ring_latency [--rounds 2000] [--payload 1024 65536 2097152] [--curve]
 
 The ring is coordinator -> 3 stage processes -> coordinator on loopback, nothing is computed. "raw"
 forwards multipart messages unread; "links" decodes and encodes a Run at every hop, blocking on both
-ends; "aiozmq" is the same stages with the coordinator on an event loop. All three are measured in
-turns within one run: only their ratios mean anything on a shared machine.
+ends; "aiozmq" is the same stages with the coordinator on an event loop. With --curve, "curve" is
+"aiozmq" with keys on every link. All are measured in turns within one run: only their ratios mean
+anything on a shared machine.
 """
 
 from __future__ import annotations
@@ -16,14 +17,22 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import pairwise
 
 import zmq
 
 from transport.frame import Free, Kind, Run, Segment, Tensor, Timing
-from transport.link import AsyncPush, PullLink, PushLink, open_pull, open_push
+from transport.link import (
+    AsyncPush,
+    PullLink,
+    PushLink,
+    Security,
+    make_keys,
+    open_pull,
+    open_push,
+)
 
 HOPS = 3
 WARM_ROUNDS = 50
@@ -43,9 +52,9 @@ def forward_raw(listen: str, target: str) -> None:
     push.close(linger=1000)
 
 
-def forward_links(listen: str, target: str) -> None:
-    pull = PullLink(listen, link=listen)
-    push = PushLink(target, sender=listen, incarnation=1)
+def forward_links(listen: str, target: str, keys: Security | None = None) -> None:
+    pull = PullLink(listen, link=listen, security=keys)
+    push = PushLink(target, sender=listen, incarnation=1, security=keys)
     while True:
         frame = pull.recv(PATIENCE_S)
         if not isinstance(frame, Run):
@@ -56,12 +65,24 @@ def forward_links(listen: str, target: str) -> None:
     push.close(linger_s=1.0)
 
 
+def make_security() -> Security:
+    """One pair for all: what a link costs does not depend on whose keys are whose."""
+    public, secret = make_keys()
+    return Security(public, secret, server_key=public, allowed=(public,))
+
+
 @contextmanager
-def ring(forward: Callable[[str, str], None], first: int) -> Iterator[tuple[str, str]]:
+def ring(
+    forward: Callable[..., None], first: int, keys: Security | None = None
+) -> Iterator[tuple[str, str]]:
     """Start the stages; yields the head's address and the coordinator's."""
     addresses = [f"tcp://127.0.0.1:{first + i}" for i in range(HOPS + 1)]
     spawn = multiprocessing.get_context("spawn")
-    stages = [spawn.Process(target=forward, args=pair, daemon=True) for pair in pairwise(addresses)]
+    more = () if keys is None else (keys,)
+    stages = [
+        spawn.Process(target=forward, args=(*pair, *more), daemon=True)
+        for pair in pairwise(addresses)
+    ]
     for stage in stages:
         stage.start()
     try:
@@ -128,14 +149,20 @@ class Links:
 class Loop:
     """Round trips of Runs, the coordinator on an event loop."""
 
-    def __init__(self, runner: asyncio.Runner, head: str, own: str) -> None:
+    def __init__(
+        self, runner: asyncio.Runner, head: str, own: str, keys: Security | None = None
+    ) -> None:
         self.runner = runner
+        self.keys = keys
         self.arrived = asyncio.Event()
         self.push: AsyncPush = runner.run(self.open(head, own))
 
     async def open(self, head: str, own: str) -> AsyncPush:
-        self.pull = await open_pull(own, lambda *_: self.arrived.set(), link="verdicts")
-        return await open_push(head, sender="coordinator", incarnation=1)
+        def arrived(*_: object) -> None:
+            self.arrived.set()
+
+        self.pull = await open_pull(own, arrived, link="verdicts", security=self.keys)
+        return await open_push(head, sender="coordinator", incarnation=1, security=self.keys)
 
     def run(self, rounds: int, payload_bytes: int) -> list[float]:
         return self.runner.run(self.rounds(rounds, make_run(payload_bytes)))
@@ -159,12 +186,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=2000)
     parser.add_argument("--payload", type=int, nargs="+", default=[1024, 65536, 2 << 20])
-    parser.add_argument("--port", type=int, default=17100, help="first of 12 loopback ports")
+    parser.add_argument("--port", type=int, default=17100, help="first of 16 loopback ports")
+    parser.add_argument("--curve", action="store_true", help="also with keys on every link")
     given = parser.parse_args()
+    keys = make_security() if given.curve else None
     with (
         ring(forward_raw, given.port) as raw_ends,
         ring(forward_links, given.port + 4) as link_ends,
         ring(forward_links, given.port + 8) as loop_ends,
+        ring(forward_links, given.port + 12, keys) if keys else nullcontext(("", "")) as curve_ends,
         asyncio.Runner() as runner,
     ):
         loop = Loop(runner, *loop_ends)
@@ -172,6 +202,9 @@ def main() -> None:
         rings: dict[str, Raw | Links | Loop] = {
             "raw": Raw(*raw_ends), "links": links, "aiozmq": loop,
         }  # fmt: skip
+        curve = Loop(runner, *curve_ends, keys) if keys else None
+        if curve is not None:
+            rings["curve"] = curve
         print(f"{'payload':>9} " + " ".join(f"{name + ' ms':>10} {'ratio':>6}" for name in rings))
         for payload in given.payload:
             rounds = given.rounds if payload < 1 << 20 else max(50, given.rounds // 10)
@@ -188,6 +221,8 @@ def main() -> None:
             )
         links.push.send(Free("ring0", 0, 0, 0))
         runner.run(loop.close())
+        if curve is not None:
+            runner.run(curve.close())
 
 
 if __name__ == "__main__":

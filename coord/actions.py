@@ -13,14 +13,24 @@ class TurnError(Exception):
     """The client asked for the impossible, or the ring cannot serve it.
 
     status: the HTTP status. code: a stable machine-readable name. param: the request's field.
+    retry_after_s: when to ask again, where that can be said.
     """
 
-    def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        param: str | None = None,
+        *,
+        retry_after_s: int | None = None,
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
         self.message = message
         self.param = param
+        self.retry_after_s = retry_after_s
 
 
 @dataclass(frozen=True, slots=True)

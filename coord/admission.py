@@ -5,7 +5,7 @@ Pure functions over the scheduler's state; they change nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from coord.ledger import FORK_ROWS, Miss, Placement, Wanted
@@ -14,6 +14,7 @@ from coord.ring import Ring
 from coord.turn import Phase, Turn
 from transport.chain import root_hash
 
+OWNER_BYTES = 16  # a salt begins with its tenant's tag: whose salts begin alike is one owner
 WORK = 0.5  # of a second that a ring computes, next to one that a client waits
 
 
@@ -24,6 +25,24 @@ class Choice:
     ring: Ring
     wanted: Wanted
     placement: Placement
+
+
+def round_of(salt: bytes, turns: Iterable[Turn], now: int) -> int:
+    """The round in which a new turn of this salt gets its slot; now: the last admitted turn's.
+
+    Each owner has one turn in each round, so that who has a hundred turns waiting holds another's
+    single one up by one turn, not by a hundred. One owner's turns keep their order. (Self-clocked
+    fair queueing, Golestani 1994, with turns of equal length.)
+    """
+    owner = salt[:OWNER_BYTES]
+    mine = [turn.round + 1 for turn in turns if turn.submit.salt[:OWNER_BYTES] == owner]
+    return max(mine, default=now)
+
+
+def queue(turns: Iterable[Turn]) -> list[Turn]:
+    """The waiting turns, next one first."""
+    waiting = [turn for turn in turns if turn.phase is Phase.WAITING]
+    return sorted(waiting, key=lambda turn: turn.round)  # stable: then in order of arrival
 
 
 def choose(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -23,9 +24,11 @@ from coord.ledger import Holding
 from coord.ring import Phase, Ring
 from coord.scheduler import Scheduler
 from coord.verify import MAX_WRITTEN, Mismatch, Record, Verifier, report
-from coord.view import beat, counters, describe_ring, holdings
+from coord.view import beat, counters, describe_ring, holdings, link_counters
 from transport.config import Config
+from transport.config import Ring as RingSpec
 from transport.frame import (
+    Buffer,
     Cancel,
     Drafted,
     Envelope,
@@ -33,12 +36,15 @@ from transport.frame import (
     FreeSlot,
     KeepSlot,
     Sampling,
+    StageLost,
     Submit,
     Tick,
 )
 from transport.framelog import Direction, LogHeader
 from transport.link import AsyncPull, AsyncPush, LinkError, open_pull, open_push
+from transport.peers import SAME_KEYS, PeerEvent, Refusals
 from transport.recorder import Recorder
+from transport.trust import CoordinatorTrust
 
 Event = Admitted | Tokens | Finished | Failed
 FIRST_TOKENS = 24  # of a resident prefix, for GET /ring?preview=1
@@ -87,6 +93,7 @@ class Coordinator:
         recorder: Recorder | None = None,
         logs: Path = Path("logs"),
         drafts: DraftRunner | None = None,
+        trust: CoordinatorTrust | None = None,
     ) -> None:
         """logs: where verify mode writes the frames of turns that differ.
 
@@ -115,6 +122,8 @@ class Coordinator:
         self._verify = Verifier(share, self.scheduler) if share else None
         self._logs = logs
         self._incarnation = incarnation
+        self._trust = trust
+        self._refusals, self._refused = Refusals(), Refusals()  # of others, and by heads
         self._recorder = recorder
         self._log = structlog.get_logger()
         self._streams: dict[int, TurnStream] = {}
@@ -136,7 +145,9 @@ class Coordinator:
                     self._received,
                     link=ring.name,
                     max_bytes=self.config.limits.max_frame_bytes,
+                    security=self._trust.verdicts[ring.name] if self._trust else None,
                     on_drop=lambda reason: self._log.warning("message_dropped", reason=reason),
+                    on_peer=self._count_refused,
                 )
                 self._pulls.append(pull)
                 self._pushes[ring.name] = await open_push(
@@ -144,7 +155,9 @@ class Coordinator:
                     sender=f"{ring.name}/coordinator",
                     incarnation=self._incarnation,
                     max_bytes=self.config.limits.max_frame_bytes,
+                    security=self._trust.heads[ring.name] if self._trust else None,
                     emulate=self.config.emulate,
+                    on_peer=partial(self._see_head, ring),
                 )
         except LinkError:
             await self.close()
@@ -286,7 +299,8 @@ class Coordinator:
 
     def counters(self) -> dict[str, float]:
         """Counters and gauges for GET /metrics, by name without prefix."""
-        found = counters(self.scheduler)
+        found = counters(self.scheduler) | link_counters([pull.counts for pull in self._pulls])
+        found["refused_peers_total"] = self._refusals.total
         if self._verify is not None:
             found["verify_runs_total"] = self._verify.runs
             found["verify_mismatches_total"] = self._verify.mismatches
@@ -313,6 +327,17 @@ class Coordinator:
     def _received(self, frame: Frame, envelope: Envelope) -> None:
         self._step(frame, Direction.IN, envelope)
 
+    def _see_head(self, ring: RingSpec, event: PeerEvent) -> None:
+        if self._refused.note(event, time.monotonic()) is not None:
+            self._log.warning("link_refused", address=event.address, advice=SAME_KEYS)
+        if event.event == "disconnected" and ring.name in self._pushes:
+            self._step(StageLost(ring.name, ring.head.name, "the link to it ended"))
+
+    def _count_refused(self, event: PeerEvent) -> None:
+        said = self._refusals.note(event, time.monotonic())
+        if said is not None:
+            self._log.warning("peer_refused", **said)
+
     def _step(
         self,
         frame: Frame,
@@ -322,12 +347,16 @@ class Coordinator:
         now_ns = time.monotonic_ns()
         link = envelope.sender if envelope is not None else "coordinator"
         self._record(Record(now_ns, time.time_ns(), direction, link, frame, envelope))
-        actions = self.scheduler.handle(frame, now_ns / 1e9)
-        for action in actions:
-            self._perform(action)
-            found = self._verify.heard(action, now_ns / 1e9) if self._verify else None
-            if found is not None:
-                self._report(found)
+        try:
+            actions = self.scheduler.handle(frame, now_ns / 1e9)
+            for action in actions:
+                self._perform(action)
+                found = self._verify.heard(action, now_ns / 1e9) if self._verify else None
+                if found is not None:
+                    self._report(found)
+        finally:  # what came in and what was sent, in one write
+            if self._recorder is not None:
+                self._recorder.flush()
         self._note_phases()
         self._set_timer(now_ns / 1e9)
         return actions
@@ -371,9 +400,10 @@ class Coordinator:
             self._log.warning("frame_not_sent", ring=frame.ring, error=str(error))
             return
         now_ns, wall_ns = time.monotonic_ns(), time.time_ns()
-        self._record(Record(now_ns, wall_ns, Direction.OUT, frame.ring, frame, envelope))
+        record = Record(now_ns, wall_ns, Direction.OUT, frame.ring, frame, envelope)
+        self._record(record, push.header)
 
-    def _record(self, record: Record) -> None:
+    def _record(self, record: Record, header: Buffer | None = None) -> None:
         if self._verify is not None:
             self._verify.record(record)
         if self._recorder is not None:
@@ -384,6 +414,8 @@ class Coordinator:
                 record.link,
                 record.frame,
                 envelope=record.envelope,
+                header=header,
+                wait=True,
             )
 
     def _note_phases(self) -> None:

@@ -23,10 +23,13 @@ from coord.actions import TurnError
 from coord.history import History, spelling
 from coord.http.answer import Answer, ChatAnswer, TextAnswer
 from coord.http.choices import Choices
+from coord.http.connection import OPEN_PATHS
 from coord.http.engine import Engine
 from coord.http.errors import ClientGoneError, Edge, install, read_body, sse_error
 from coord.http.keys import Caller, Key, Keyring, derive_hint, derive_salt
+from coord.http.limits import BodyBudget, Door
 from coord.http.metrics import CONTENT_TYPE, Metrics
+from coord.http.openapi import document
 from coord.http.reply import Delta, Reply, Wanted
 from coord.http.rings import RingApi
 from coord.http.sampling import sampling_of, seeds_of
@@ -43,7 +46,6 @@ from coord.splice import splice
 from coord.tokenizer import Tokenizer
 
 R = TypeVar("R", bound=Strict)
-OPEN_PATHS = ("/health", "/ready")  # no key needed: probes have none
 MAX_SESSIONS = 16384  # hints whose last salt is remembered, to explain a miss: 3 MB
 
 _log = structlog.get_logger(__name__)
@@ -51,21 +53,29 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The API's own configuration. No api_keys: everybody may come in."""
+    """The API's own configuration. No api_keys: everybody may come in.
+
+    deadline_s, per_key_turns: docs/ring-toml.md.
+    """
 
     api_keys: tuple[Key, ...] = ()
     served_models: tuple[str, ...] = ()  # names to answer to, instead of the engine's
     body_limit_bytes: int = 4 << 20  # text of 1 M tokens; the worst JSON of it parses in 0.9 s
     body_timeout_s: float = 30.0
-    turn_timeout_s: float = 3600.0
+    bodies_limit_bytes: int = 256 << 20  # of all requests together while they are received
+    deadline_s: float = 3600.0
+    per_key_turns: int = 0
     keep_alive_s: float = 5.0
     retry_after_s: int = 1
 
 
-def build_app(engine: Engine, tokenizer: Tokenizer, settings: Settings) -> FastAPI:
-    """The ASGI app of one coordinator."""
+def build_app(
+    engine: Engine, tokenizer: Tokenizer, settings: Settings, door: Door | None = None
+) -> FastAPI:
+    """The ASGI app of one coordinator. door: one's own, where the server shall be able to drain."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
-    gateway, rings = _Gateway(engine, tokenizer, settings), RingApi(engine, tokenizer)
+    door = door or Door(engine.counters, per_key_turns=settings.per_key_turns)
+    gateway, rings = _Gateway(engine, tokenizer, settings, door), RingApi(engine, tokenizer)
     for path, handler in (
         ("/v1/chat/completions", gateway.chat),
         ("/v1/completions", gateway.complete),
@@ -81,10 +91,11 @@ def build_app(engine: Engine, tokenizer: Tokenizer, settings: Settings) -> FastA
         ("/ready", gateway.ready),
         ("/metrics", gateway.metrics),
         ("/ring", rings.view),
+        ("/openapi.json", gateway.describe),
     ):
         app.add_api_route(path, view, methods=["GET"])
-    app.add_api_route("/ring/slots/{slot:int}", rings.evict, methods=["DELETE"])
-    app.add_api_route("/ring/slots/{slot:int}", rings.keep, methods=["PUT"])
+    app.add_api_route("/ring/slots/{number}", rings.evict, methods=["DELETE"])
+    app.add_api_route("/ring/slots/{number}", rings.keep, methods=["PUT"])
     install(app, retry_after_s=settings.retry_after_s)
     app.add_middleware(Edge, keys=Keyring(settings.api_keys), open_paths=OPEN_PATHS)
     return app
@@ -93,15 +104,17 @@ def build_app(engine: Engine, tokenizer: Tokenizer, settings: Settings) -> FastA
 class _Gateway:
     """The handlers, and the replies that run."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, settings: Settings) -> None:
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer, settings: Settings, door: Door
+    ) -> None:
         self._engine = engine
+        self._door = door
+        self._bodies = BodyBudget(settings.bodies_limit_bytes)
         self._tokenizer = tokenizer
         self._settings = settings
         self._models = settings.served_models or engine.limits.models
         self._metrics = Metrics(engine.counters)
         self._created = int(time.time())
-        # by tenant and id, then by choice; bounded by the engine's queue
-        self._replies: dict[tuple[bytes, str], dict[int, Reply]] = {}
         self._history = History()
         self._salts: OrderedDict[str, bytes] = OrderedDict()  # a session's hint -> its last salt
 
@@ -109,6 +122,7 @@ class _Gateway:
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
+        self._door.check_open()  # before a body is read for nothing
         wanted = await self._parse(request, ChatRequest)
         model = self._known_model(wanted.model)
         messages = [message.plain() for message in wanted.messages]
@@ -132,6 +146,7 @@ class _Gateway:
 
     async def complete(self, request: Request) -> Response:
         """POST /v1/completions."""
+        self._door.check_open()
         wanted = await self._parse(request, CompletionRequest)
         model = self._known_model(wanted.model)
         prompt = wanted.single
@@ -149,10 +164,10 @@ class _Gateway:
 
     async def cancel(self, request: Request, reply: str) -> Response:
         """POST /v1/cancel/{id}: ids are random, so knowing a tenant's is the right to use it."""
-        running = self._replies.get((_caller(request).tenant, reply))
+        running = self._door.find(_caller(request).tenant, reply)
         if running is None:
             raise TurnError(404, "reply_not_found", f"no running reply has the id {reply}", "id")
-        for choice in list(running.values()):
+        for choice in running:
             choice.cancel()
         return JSONResponse({"id": reply, "cancelled": True})
 
@@ -191,6 +206,7 @@ class _Gateway:
         self._check_tokens(wanted.stop_token_ids, "stop_token_ids")
         self._check_tokens([int(token) for token in wanted.logit_bias], "logit_bias")
         stops = {*wanted.stop_token_ids, *(() if wanted.ignore_eos else self._tokenizer.stops)}
+        self._door.check(_caller(request), wanted.n)
         tenant = _caller(request).tenant
         salt, chat = derive_salt(tenant, wanted.cache_salt), isinstance(wanted, ChatRequest)
         session = wanted.session(request.headers.get("x-session-id"))
@@ -202,12 +218,12 @@ class _Gateway:
             logprobs=wanted.wanted_logprobs is not None,
             strip=chat,
             seed=0,
-            timeout_s=self._settings.turn_timeout_s,
+            timeout_s=min(self._settings.deadline_s, wanted.kvring.timeout_s),
             reuse=wanted.kvring.reuse,
             other_salt=self._salt_changed(derive_hint(tenant, session), salt),
             min_tokens=wanted.min_tokens,
         )
-        running = self._replies[tenant, reply_id] = {}
+        running = self._door.start(tenant, reply_id)
         try:
             for index, seed in enumerate(seeds_of(wanted)):
                 stream = self._engine.submit(
@@ -229,11 +245,11 @@ class _Gateway:
                         self._ended, tenant, reply_id, index, prompt, salt if chat else None
                     ),
                 )
-        except TurnError:
+        except TurnError as refusal:
             for reply in list(running.values()):
                 reply.close()
-            self._replies.pop((tenant, reply_id), None)
-            raise
+            self._door.drop(tenant, reply_id)
+            raise self._door.full(refusal) from None
         return Choices(list(running.values()))
 
     def _salt_changed(self, session: str, salt: bytes) -> bool:
@@ -250,10 +266,7 @@ class _Gateway:
         self, tenant: bytes, reply_id: str, index: int, prompt: Sequence[int], salt: bytes | None
     ) -> None:
         """Forget a reply; remember what it said. salt: of a chat's history, None for no chat."""
-        running = self._replies.get((tenant, reply_id), {})
-        reply = running.pop(index, None)
-        if not running:
-            self._replies.pop((tenant, reply_id), None)
+        reply = self._door.end(tenant, reply_id, index)
         if reply is None:
             return
         tokens, text = reply.spoken
@@ -291,11 +304,13 @@ class _Gateway:
             )
 
     async def _parse(self, request: Request, kind: type[R]) -> R:
-        body = await read_body(
-            request,
-            limit_bytes=self._settings.body_limit_bytes,
-            timeout_s=self._settings.body_timeout_s,
-        )
+        with self._bodies.body() as take:
+            body = await read_body(
+                request,
+                limit_bytes=self._settings.body_limit_bytes,
+                timeout_s=self._settings.body_timeout_s,
+                take=take,
+            )
         return parse(kind, body)
 
     def _known_model(self, name: str | None) -> str:
@@ -357,9 +372,17 @@ class _Gateway:
     async def ready(self) -> Response:
         """GET /ready: 200, or 503 with what is missing and how far loading is."""
         ready, missing = self._engine.ready()
-        body = {"ready": ready, "missing": missing, **self._engine.progress()}
+        state = "ready" if ready else "not ready"
+        if self._door.draining:
+            ready, state = False, "draining"
+            missing = f"draining: {self._door.running} turns are still running"
+        body = {"ready": ready, "state": state, "missing": missing, **self._engine.progress()}
         headers = {} if ready else {"retry-after": str(self._settings.retry_after_s)}
         return JSONResponse(body, 200 if ready else 503, headers)
+
+    async def describe(self) -> Response:
+        """GET /openapi.json."""
+        return JSONResponse(document())
 
     async def metrics(self, request: Request) -> Response:
         """GET /metrics. Totals tell how long others' prompts are, so it takes an admin's key."""

@@ -69,10 +69,14 @@ class InFlight:
     alone: bool = False  # of a copy: nothing else was in flight when it was sent
 
 
-def fits(result: Result, segment: Segment) -> bool:
+def fits(result: Result, segment: Segment, vocabulary: int) -> bool:
     """True when a result answers exactly the positions that the segment wanted."""
     wanted = segment.turn, segment.slot, segment.end - segment.want, segment.want
-    return (result.turn, result.slot, result.start, len(result.tokens)) == wanted
+    if (result.turn, result.slot, result.start, len(result.tokens)) != wanted:
+        return False
+    scored = segment.sampling.logprobs is None or len(result.logprobs) == segment.want
+    listed = len(result.top) in (0, segment.want)
+    return scored and listed and max(result.tokens, default=0) < vocabulary
 
 
 class Ring:
@@ -109,6 +113,11 @@ class Ring:
         self._pinged_at = 0.0
         self._probe: Result | None = None
         self._fault = ""  # why the last roll call was not good enough
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids that the stages know."""
+        return self.entries[0].vocabulary if self.entries else 0
 
     # ---- alive and trusted ----
 
@@ -342,11 +351,13 @@ class Ring:
     def settle(self, epoch: int, seq: int, kind: type[Numbered]) -> InFlight | None:
         """Take the frame that an answer belongs to; None (and counted) when there is none.
 
-        kind: what an answer of its class can answer. One that names another class's number is as
-        good as none: it must not settle a frame whose own answer is still to come.
+        kind: what an answer of its class can answer. One that names another class's number, or a
+        frame before whose answer another's must come (a ring is a queue), is as good as none: it
+        must not settle a frame whose own answer is still to come.
         """
         record = self.in_flight.get(seq) if epoch == self.epoch else None
-        if record is None or not isinstance(record.frame, kind):
+        first = next(iter(self.in_flight), None)
+        if record is None or seq != first or not isinstance(record.frame, kind):
             self.stats.stale += 1
             return None
         del self.in_flight[seq]
@@ -369,7 +380,8 @@ class Ring:
         stages = len(self.spec.stages)
         costs = [self._cost(record.frame) for record in self.in_flight.values()]
         cost = max(self.frame_s, sum(costs) / len(costs) if costs else 0.0)
-        return stages + int(self.link_s / cost) if cost else stages
+        more = min(self.link_s / cost, MAX_WINDOW) if cost else 0.0  # a cost may be next to none
+        return stages + int(more)
 
     def _cost(self, frame: Numbered) -> float:
         """Seconds in the slowest stage."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from transport.codec import MAX_SLOTS
 from transport.config import Limits, Ring
 from transport.frame import StageEntry
 
@@ -35,6 +36,10 @@ def faults(
                 f"stage {first.name} has {first.slots} slots of {first.capacity} rows, "
                 f"{entry.name} has {entry.slots} of {entry.capacity}"
             )
+    if not 1 <= first.slots <= MAX_SLOTS:
+        return (
+            f"stage {first.name} says that it has {first.slots} slots: 1 to {MAX_SLOTS} are legal"
+        )
     if first.capacity < limits.max_model_len:
         return f"slots of {first.capacity} rows, max_model_len {limits.max_model_len}"
     if first.vocabulary < vocabulary:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from coord.actions import Action, Admitted, Failed, Finished, Send, Tokens
-from coord.admission import Choice, choose, explain, leader, waits_behind
+from coord.admission import Choice, choose, explain, leader, queue, round_of, waits_behind
 from coord.batch import ahead, certain
 from coord.counters import Totals
 from coord.draft import Acceptance, Drafter, Usual, accepted
@@ -70,6 +70,7 @@ class Scheduler:
         self.turns: dict[int, Turn] = {}  # waiting, running and draining, in order of arrival
         self.totals = Totals()
         self.usual = Usual()
+        self._round = 0  # of the turn that was admitted last
         self._now = 0.0
 
     def handle(self, frame: Frame, now: float) -> list[Action]:
@@ -183,7 +184,12 @@ class Scheduler:
             budget = min(submit.budget, limit - prompt)
             drafter = self._drafter() if self._drafter is not None else None
             self.turns[submit.turn] = Turn(
-                submit, budget, drafter, acceptance=Acceptance(self.usual), waiting_since=now
+                submit,
+                budget,
+                drafter,
+                acceptance=Acceptance(self.usual),
+                waiting_since=now,
+                round=round_of(submit.salt, self.turns.values(), self._round),
             )
 
     def _cancel(self, cancel: Cancel, now: float, actions: list[Action]) -> None:
@@ -250,7 +256,7 @@ class Scheduler:
         results = {result.turn: result for result in verdict.results}
         for segment, guess in zip(record.frame.segments, record.guesses, strict=True):
             result = results.get(segment.turn)
-            if result is not None and not fits(result, segment):
+            if result is not None and not fits(result, segment, ring.vocabulary):
                 result = None  # nonsense: as good as no answer
             if segment.turn == PROBE_TURN:
                 probe = ring.probed(result, now)
@@ -335,7 +341,8 @@ class Scheduler:
         record = ring.in_flight.get(reject.seq) if reject.epoch == ring.epoch else None
         if record is None or isinstance(record.frame, Run):
             return  # a Run's Verdict still comes, without the refused segment
-        ring.settle(reject.epoch, reject.seq, type(record.frame))
+        if ring.settle(reject.epoch, reject.seq, type(record.frame)) is None:
+            return
         if isinstance(record.frame, Copy):
             self._copy_refused(ring, record, record.frame, now, actions)
 
@@ -445,9 +452,9 @@ class Scheduler:
     # ---- what to send ----
 
     def _admit(self, now: float, actions: list[Action]) -> None:
-        """Give slots to waiting turns, in order of arrival, by what is resident now."""
-        for turn in list(self.turns.values()):
-            if turn.phase is not Phase.WAITING or waits_behind(turn, self.turns, self.rings):
+        """Give slots to waiting turns, in the queue's order, by what is resident now."""
+        for turn in queue(self.turns.values()):
+            if waits_behind(turn, self.turns, self.rings):
                 continue
             found = choose(turn, self.turns, self.rings, now)
             if found is None:
@@ -460,6 +467,7 @@ class Scheduler:
         """The turn takes its slot; the frames that prepare it go first."""
         miss = explain(choice, self.rings)
         resumed = turn.admitted_before
+        self._round = max(self._round, turn.round)
         frames = carry_out(turn, choice, now)
         actions += [Send(frame) for frame in frames]
         if choice.placement.source is not None:

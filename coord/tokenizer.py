@@ -7,6 +7,7 @@ becomes that token, as it does in the model's own training format.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -17,6 +18,7 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
+import jinja2.runtime
 import jinja2.sandbox
 import tokenizers
 
@@ -36,6 +38,9 @@ _END_NAMES = (
     "<|end_of_text|>",
     "<end_of_turn>",
 )
+MAX_RENDERED_CHARS = 64 << 20  # a request has at most 4 MB of text
+MAX_RENDER_S = 10.0
+MAX_INDENT = 16
 # What a template's own code can raise on messages it was not written for.
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError,
@@ -44,6 +49,8 @@ _TEMPLATE_ERRORS = (
     LookupError,
     AttributeError,
     ArithmeticError,
+    RecursionError,
+    MemoryError,
 )
 
 
@@ -206,7 +213,8 @@ class TextTokenizer:
                 400, "no_chat_template", "the model has no chat template; use /v1/completions"
             )
         try:
-            return template.render(
+            return _render(
+                template,
                 messages=[dict(message) for message in messages],
                 tools=list(tools) if tools else None,
                 documents=None,
@@ -381,8 +389,39 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """No attribute that reaches the interpreter, and no one operation that takes gigabytes."""
+
+    intercepted_binops = frozenset(("*", "**", "%"))
+
+    def call_binop(
+        self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any
+    ) -> Any:
+        if operator == "*":
+            counted = [each for each in (left, right) if isinstance(each, int)]
+            sized = [each for each in (left, right) if isinstance(each, str | list | tuple)]
+            if counted and sized and len(sized[0]) * counted[0] > MAX_RENDERED_CHARS:
+                raise jinja2.TemplateError(f"over {MAX_RENDERED_CHARS} characters")
+        elif operator == "**" or isinstance(left, str):
+            raise jinja2.TemplateError(f"the operator {operator} is not for a chat template")
+        return super().call_binop(context, operator, left, right)
+
+
+def _render(template: jinja2.Template, **values: object) -> str:
+    """Like render, but ends at MAX_RENDERED_CHARS and, as long as it writes, MAX_RENDER_S."""
+    pieces: list[str] = []
+    size, deadline = 0, time.monotonic() + MAX_RENDER_S
+    for piece in template.generate(**values):
+        size += len(piece)
+        if size > MAX_RENDERED_CHARS or time.monotonic() > deadline:
+            limit = f"{MAX_RENDERED_CHARS} characters, {MAX_RENDER_S:g} s"
+            raise jinja2.TemplateError(f"it does not come to an end ({limit})")
+        pieces.append(piece)
+    return "".join(pieces)
+
+
 def _compile(source: str) -> jinja2.Template:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    environment = _Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
     environment.filters["tojson"] = _to_json
@@ -392,6 +431,7 @@ def _compile(source: str) -> jinja2.Template:
 
 
 def _to_json(value: object, indent: int | None = None) -> str:
+    indent = None if indent is None else max(0, min(indent, MAX_INDENT))
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 

@@ -44,6 +44,7 @@ class Turn:
     acceptance: Acceptance = field(default_factory=Acceptance)
     refusals: int = 0
     waiting_since: float = 0.0
+    round: int = 0  # the queue's order, see coord.admission.round_of
     admitted_before: bool = False
     behind: tuple[int, int] | None = None  # wait until turn [0] has [1] rows acknowledged
     started: bool = False  # a segment of it has settled: what it reused is proven

@@ -5,12 +5,14 @@ Reads only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 
 from coord.ledger import Holding
 from coord.ring import Phase, Ring
 from coord.scheduler import Scheduler
 from transport.frame import Heartbeat
+from transport.numbering import LinkCounts
 
 
 def counters(scheduler: Scheduler) -> dict[str, float]:
@@ -39,6 +41,21 @@ def counters(scheduler: Scheduler) -> dict[str, float]:
             reasons[reason] = reasons.get(reason, 0) + count
     for reason, count in reasons.items():
         found[f'evictions_total{{reason="{reason}"}}'] = count
+    return found
+
+
+def link_counters(links: Sequence[LinkCounts]) -> dict[str, float]:
+    """What the coordinator's links dropped, by reason, and which frames never came."""
+    found: dict[str, float] = {
+        f'frames_dropped_total{{reason="{reason}"}}': sum(getattr(link, field) for link in links)
+        for reason, field in (
+            ("undecodable", "undecodable"),
+            ("local", "local"),
+            ("duplicate", "duplicates"),
+            ("stale", "stale"),
+        )
+    }
+    found["frames_lost_total"] = sum(link.lost for link in links)
     return found
 
 

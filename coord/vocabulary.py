@@ -42,6 +42,7 @@ _STRING, _ARRAY = 8, 9
 MAX_FIELDS = 4096  # real files have 20-60
 MAX_ITEMS = 1 << 22  # array items; the largest vocabularies have 260,000 tokens and 520,000 merges
 
+MAX_PIECE = 512  # characters of a sentencepiece token; the longest known are runs of 31 spaces
 _CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
 
 _CASELESS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -207,6 +208,9 @@ def _sentencepiece(tokens: list[str], fields: Mapping[str, Any]) -> Tokenizer:
     scores: list[float] = fields["tokenizer.ggml.scores"]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     merges = []
+    longest = max(map(len, tokens), default=0)
+    if longest > MAX_PIECE:  # each of its cuts is looked up
+        raise ValueError(f"a token of {longest} characters: a piece has at most {MAX_PIECE}")
     for token, index in vocabulary.items():
         for cut in range(1, len(token)):
             left, right = token[:cut], token[cut:]

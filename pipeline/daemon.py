@@ -7,6 +7,7 @@ in the event loop would delay its timers by 100 ms, beside it by 0.2 ms. Decides
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 import time
@@ -22,13 +23,24 @@ from pipeline.stage import Action, CopyRows, DropRows, Forward, Send, Stage
 from transport.config import Limits, Ring
 from transport.config import Stage as StageSpec
 from transport.emulate import Emulate
-from transport.frame import Envelope, Frame, Heartbeat, StageState
+from transport.frame import (
+    Buffer,
+    Envelope,
+    Frame,
+    Heartbeat,
+    Refusal,
+    Reject,
+    StageState,
+)
 from transport.framelog import Direction
 from transport.link import LinkError, PullLink, PushLink, open_push
+from transport.peers import SAME_KEYS, PeerEvent, Refusals
 from transport.recorder import Recorder
+from transport.trust import StageTrust
 
 LOADING_BEAT_S = 0.2  # heartbeats while loading carry the progress, and then "ready"
 POLL_S = 0.2  # how long the compute thread may take to see that it should stop
+LEAVE_S = 0.5  # for the last frame to reach the network when the process ends
 Progress = Callable[[float, str], None]
 LoadModel = Callable[[Progress], StageModel]
 
@@ -62,9 +74,12 @@ class Worker:
         incarnation: int,
         recorder: Recorder | None = None,
         emulate: Emulate | None = None,
+        trust: StageTrust | None = None,
     ) -> None:
         self.ring, self.spec, self.limits = ring, spec, limits
         self.emulate = emulate
+        self.trust = trust
+        self.next_lost: Callable[[], None] | None = None  # called from a thread of the link's
         self.status = Status()
         self.stop = threading.Event()
         self.bound = threading.Event()
@@ -72,6 +87,7 @@ class Worker:
         self._incarnation = incarnation
         self._recorder = recorder
         self._log = structlog.get_logger().bind(ring=ring.name, stage=spec.name)
+        self._refusals, self._refused = Refusals(), Refusals()  # of others, and by the next
 
     def run(self) -> None:
         """Blocks until stopped. Raises LinkError, the model's own errors, or a bug's."""
@@ -79,7 +95,9 @@ class Worker:
             self.spec.listen,
             link=f"{self.ring.name}/{self.spec.name}",
             max_bytes=self.limits.max_frame_bytes,
+            security=self.trust.incoming if self.trust else None,
             on_drop=lambda reason: self._log.warning("message_dropped", reason=reason),
+            on_peer=self._count_refused,
         )
         push = None
         self.bound.set()
@@ -93,7 +111,9 @@ class Worker:
                 incarnation=self._incarnation,
                 timeout_s=self.limits.send_timeout_s,
                 max_bytes=self.limits.max_frame_bytes,
+                security=self.trust.outgoing if self.trust else None,
                 emulate=self.emulate,
+                on_peer=self._see_next,
             )
             core = Stage(
                 self.ring.name,
@@ -109,14 +129,29 @@ class Worker:
             while not self.stop.is_set():
                 frame = pull.recv(POLL_S)
                 if frame is not None:
-                    taken = self._take(core, frame, Direction.IN, pull.address, pull.envelope)
+                    taken = self._take(
+                        core, frame, Direction.IN, pull.address, pull.envelope, pull.header
+                    )
                     self._perform(core, model, push, taken)
+                    if self._recorder is not None:  # now that the frames are on their way
+                        self._recorder.flush()
         except _StoppedError:
             return
         finally:
             pull.close()
             if push is not None:
-                push.close()
+                push.close(LEAVE_S)
+
+    def _count_refused(self, event: PeerEvent) -> None:
+        said = self._refusals.note(event, time.monotonic())
+        if said is not None:
+            self._log.warning("peer_refused", **said)
+
+    def _see_next(self, event: PeerEvent) -> None:
+        if self._refused.note(event, time.monotonic()) is not None:
+            self._log.warning("link_refused", address=event.address, advice=SAME_KEYS)
+        if event.event == "disconnected" and self.next_lost is not None:
+            self.next_lost()
 
     def _progress(self, progress: float, detail: str) -> None:
         if self.stop.is_set():  # a large model loads for minutes; the signal should not wait
@@ -145,10 +180,20 @@ class Worker:
         direction: Direction,
         link: str,
         envelope: Envelope | None,
+        header: Buffer | None = None,
     ) -> list[Action]:
         now_ns = time.monotonic_ns()
         if self._recorder is not None:
-            self._recorder.record(now_ns, time.time_ns(), direction, link, frame, envelope=envelope)
+            self._recorder.record(
+                now_ns,
+                time.time_ns(),
+                direction,
+                link,
+                frame,
+                envelope=envelope,
+                header=header,
+                wait=True,
+            )
         return core.handle(frame, now_ns / 1e9)
 
     def _send(self, push: PushLink, frame: Frame) -> None:
@@ -160,7 +205,14 @@ class Worker:
         if self._recorder is not None:
             now_ns = time.monotonic_ns()
             self._recorder.record(
-                now_ns, time.time_ns(), Direction.OUT, push.address, frame, envelope=envelope
+                now_ns,
+                time.time_ns(),
+                Direction.OUT,
+                push.address,
+                frame,
+                envelope=envelope,
+                header=push.header,
+                wait=True,
             )
 
 
@@ -172,9 +224,10 @@ async def run_stage(worker: Worker, incarnation: int, stop: asyncio.Event) -> No
         sender=f"{ring.name}/{spec.name}/control",
         incarnation=incarnation,
         max_bytes=worker.limits.max_frame_bytes,
+        security=worker.trust.control if worker.trust else None,
         emulate=worker.emulate,
     )
-    process = psutil.Process()
+    loop, process = asyncio.get_running_loop(), psutil.Process()
 
     def beat() -> None:
         if not worker.bound.is_set():
@@ -196,6 +249,19 @@ async def run_stage(worker: Worker, incarnation: int, stop: asyncio.Event) -> No
         except LinkError as error:
             structlog.get_logger().warning("heartbeat_not_sent", error=str(error))
 
+    def say_lost() -> None:
+        """The link's end is seen here long before the heartbeats of what was there are missed."""
+        where = ring.next_address(spec)
+        lost = Reject(ring.name, 0, 0, spec.name, Refusal.LINK, f"its link to {where} ended")
+        if where != ring.verdicts and not stop.is_set():
+            with contextlib.suppress(LinkError):  # then the heartbeats will tell
+                push.send(lost)
+
+    def next_lost() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: this process ends
+            loop.call_soon_threadsafe(say_lost)
+
+    worker.next_lost = next_lost
     compute = asyncio.ensure_future(_in_thread(worker.run, f"compute-{spec.name}"))
     stopping = asyncio.ensure_future(stop.wait())
     try:
@@ -216,8 +282,9 @@ async def run_stage(worker: Worker, incarnation: int, stop: asyncio.Event) -> No
             raise
     finally:
         worker.stop.set()
+        worker.next_lost = None
         stopping.cancel()
-        await push.close(linger_s=0.5)
+        await push.close(LEAVE_S)
 
 
 async def _in_thread(work: Callable[[], None], name: str) -> None:

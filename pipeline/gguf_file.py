@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
-from huggingface_hub.errors import StrictDataclassError
 
 from pipeline.weights import (
     EMBEDDING,
@@ -28,6 +27,7 @@ from pipeline.weights import (
     MappedFile,
     ModelError,
     Source,
+    make_config,
     supported_family,
 )
 
@@ -215,10 +215,8 @@ class GgufSource(Source):
             raise ModelError(f"{path}: tensor {EMBEDDING} is missing")
         tied = LM_HEAD not in entries
         values = self._config_values(entries, tied)
-        try:
-            config = kind.config(**values)
-        except (StrictDataclassError, TypeError, ValueError) as error:
-            raise ModelError(f"{path}: {error}") from error
+        layers = values["num_hidden_layers"]
+        config = make_config(kind, path, layers, lambda: kind.config(**values))
         super().__init__(path, kind, config, entries, tied)
 
     @property

@@ -26,6 +26,7 @@ class ModelInfo:
     layers: [first, last) of layers_total. fingerprint: of the whole model, its precision and its
     kernels (equal on every stage of a ring). capacity: rows per slot. kernel: how exact mode is
     kept, in words ("off" where it is not). row_bytes: host memory of one parked KV row.
+    activations: dtype and length of a row that comes from the stage before; None: not checked.
     """
 
     layers: tuple[int, int]
@@ -36,6 +37,7 @@ class ModelInfo:
     vocabulary: int
     kernel: str
     row_bytes: int = 0
+    activations: tuple[str, int] | None = None
 
     @property
     def head(self) -> bool:
@@ -119,6 +121,7 @@ class ToyModel:
             vocabulary,
             "toy",
             ROW_BYTES * (layers[1] - layers[0]),
+            ("uint8", ROW_BYTES),
         )
         self._rows = [
             {slot: bytearray(capacity * ROW_BYTES) for slot in range(slots)} for _ in range(*layers)

@@ -13,12 +13,20 @@ from struct import Struct
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 
-from pipeline.weights import LM_HEAD, Entry, MappedFile, ModelError, Source, supported_family
+from pipeline.weights import (
+    LM_HEAD,
+    Entry,
+    MappedFile,
+    ModelError,
+    Source,
+    make_config,
+    supported_family,
+)
 
 _LENGTH = Struct("<Q")
 _MAX_HEADER_BYTES = 100 << 20  # the format's own limit
+_MAX_DIMENSIONS = 8  # and so no product of a million numbers
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -36,16 +44,14 @@ class SafetensorsSource(Source):
         kind = supported_family(path, values.get("model_type"))
         if "quantization_config" in values:
             raise ModelError(f"{path}: a quantised checkpoint is not supported")
-        try:
-            config = kind.config.from_dict(values)
-        except (StrictDataclassError, TypeError, ValueError, KeyError) as error:
-            raise ModelError(f"{path / 'config.json'}: {error}") from error
+        layers, file = values.get("num_hidden_layers"), path / "config.json"
+        config = make_config(kind, file, layers, lambda: kind.config.from_dict(values))
         entries: dict[str, Entry] = {}
-        for file, names in _files(path).items():
-            found = read_header(MappedFile(file))
+        for weights, names in _files(path).items():
+            found = read_header(MappedFile(weights))
             for name in found if names is None else names:
                 if name not in found:
-                    raise ModelError(f"{file}: tensor {name} is missing")
+                    raise ModelError(f"{weights}: tensor {name} is missing")
                 entries[name] = found[name]
         tied = bool(config.tie_word_embeddings)
         if tied:  # some exports carry a copy; the config says which one counts
@@ -76,10 +82,12 @@ def read_header(file: MappedFile) -> dict[str, Entry]:
 
 def _entry(file: MappedFile, name: str, base: int, info: Any) -> Entry:
     try:
-        stored, shape = str(info["dtype"]), tuple(int(n) for n in info["shape"])
-        start, end = (int(n) for n in info["data_offsets"])
+        stored, shape = str(info["dtype"]), tuple(info["shape"])
+        start, end = info["data_offsets"]
     except (TypeError, KeyError, ValueError):
         raise ModelError(f"{file.path}: broken header: tensor {name}") from None
+    if len(shape) > _MAX_DIMENSIONS or any(type(n) is not int for n in (start, end, *shape)):
+        raise ModelError(f"{file.path}: broken header: tensor {name}")
     if stored not in _DTYPES:
         raise ModelError(f"{file.path}: tensor {name} has the unsupported type {stored}")
     if min((0, start, *shape)) < 0 or end - start != prod(shape) * _DTYPES[stored].itemsize:
@@ -124,6 +132,8 @@ def _json_object(path: Path, data: bytes) -> dict[str, Any]:
         value = json.loads(data)
     except ValueError as error:
         raise ModelError(f"{path}: not JSON: {error}") from None
+    except RecursionError:
+        raise ModelError(f"{path}: not JSON: nested too deeply") from None
     if not isinstance(value, dict):
         raise ModelError(f"{path}: not a JSON object")
     return value

@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 from pipeline.model import ModelInfo
 from pipeline.slots import SlotTable
+from transport.codec import MAX_STAGES
 from transport.frame import (
     Copy,
     Forwarded,
@@ -122,7 +123,7 @@ class Stage:
                 assert self.slots.length(segment.slot) == segment.start, segment
 
     def _take(self, frame: Frame, arrived: float, now: float, actions: list[Action]) -> None:
-        if getattr(frame, "ring", None) != self.ring:
+        if getattr(frame, "ring", None) != self.ring or _passed(frame) >= MAX_STAGES:
             self.dropped += 1
         elif isinstance(frame, RollCall):
             self._roll_call(frame, actions)
@@ -215,6 +216,11 @@ class Stage:
             return "no activations"
         if not run.payload.shape or run.payload.shape[0] != rows:
             return f"activations of shape {run.payload.shape} for {rows} tokens"
+        if self.info.activations is not None:
+            dtype, length = self.info.activations
+            if (run.payload.dtype, run.payload.shape[1:]) != (dtype, (length,)):
+                found = f"{run.payload.dtype} {list(run.payload.shape)}"
+                return f"activations {found}, not {dtype} [{rows}, {length}]"
         return None
 
     def _forwarded(self, done: Forwarded, now: float, actions: list[Action]) -> None:
@@ -260,3 +266,15 @@ class Stage:
 
     def _whole(self, epoch: int, code: Refusal, detail: str) -> Send:
         return Send(Reject(self.ring, epoch, 0, self.name, code, detail))
+
+
+def _passed(frame: Frame) -> int:
+    """How many stages a frame has met: there is room for MAX_STAGES of their marks."""
+    match frame:
+        case Run():
+            return len(frame.timings)
+        case RollCall():
+            return len(frame.entries)
+        case Copy():
+            return len(frame.done)
+    return 0

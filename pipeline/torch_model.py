@@ -283,6 +283,7 @@ class TorchModel:
             source.vocabulary,
             kernel,
             2 * self._groups * self._size * self._dtype.itemsize * (self._last - self._first),
+            (str(self._dtype).removeprefix("torch."), int(self._config.hidden_size)),
         )
 
     # ---- one forward -----------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import mmap
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -16,13 +17,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
 from pipeline.families import FAMILIES, Family, family
-from pipeline.model import ModelError as ModelError  # noqa: PLC0414 - this module's error
+from pipeline.model import ModelError as ModelError
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 LM_HEAD = "lm_head.weight"
+MAX_LAYERS = 1 << 16  # as in ring.toml
+# What transformers and torch raise for a config that is none: sizes of 2^62, strings for numbers.
+CONFIG_ERRORS = (
+    StrictDataclassError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+)
 FINGERPRINT_BYTES = 16
 SAMPLES = 4  # blocks of each tensor that the fingerprint reads: first, two between, last
 SAMPLE_BYTES = 4096  # a page: smaller blocks would cost the same faults
@@ -45,8 +58,8 @@ _CONFIG_KEYS = (
     "sliding_window",
     "layer_types",
 )
-# These rescale with the length of the sequence at hand, so a row would depend on later rows.
-_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+# The others rescale with the length of the sequence at hand: a row would depend on later rows.
+_ROPE = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +108,8 @@ class Source:
         self.config = config
         self.entries = entries
         self._tied = tied
-        rope = (config.rope_parameters or {}).get("rope_type", "default")
-        if rope in _LENGTH_DEPENDENT_ROPE:
+        rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+        if rope not in _ROPE:
             raise ModelError(f"{path}: rope type {rope!r} is not supported")
         self._check()
 
@@ -136,8 +149,11 @@ class Source:
     @cached_property
     def layer_shapes(self) -> dict[str, tuple[int, ...]]:
         """Names (below `model.layers.N.`) and shapes of one layer's tensors."""
-        with torch.device("meta"):
-            layer = self.family.layer(self.config, 0)
+        try:
+            with torch.device("meta"):
+                layer = self.family.layer(self.config, 0)
+        except CONFIG_ERRORS as error:
+            raise ModelError(f"{self.path}: its config makes no layer: {error}") from error
         return {name: tuple(value.shape) for name, value in layer.state_dict().items()}
 
     @cached_property
@@ -169,23 +185,35 @@ class Source:
     def _check(self) -> None:
         """Every tensor of the model is here and has the shape that the config gives it."""
         hidden, vocabulary = int(self.config.hidden_size), self.vocabulary
-        wanted: dict[str, tuple[int, ...]] = {
-            EMBEDDING: (vocabulary, hidden),
-            FINAL_NORM: (hidden,),
-        }
+        self._want(EMBEDDING, (vocabulary, hidden))
+        self._want(FINAL_NORM, (hidden,))
         if not self._tied:
-            wanted[LM_HEAD] = (vocabulary, hidden)
-        for layer in range(self.layers_total):
+            self._want(LM_HEAD, (vocabulary, hidden))
+        for layer in range(self.layers_total):  # ends at the first that is missing
             for name, shape in self.layer_shapes.items():
-                wanted[f"model.layers.{layer}.{name}"] = shape
-        for name, shape in wanted.items():
-            entry = self.entries.get(name)
-            if entry is None:
-                raise ModelError(f"{self.path}: tensor {name} is missing")
-            if entry.shape != shape:
-                raise ModelError(
-                    f"{self.path}: tensor {name} is {list(entry.shape)}, not {list(shape)}"
-                )
+                self._want(f"model.layers.{layer}.{name}", shape)
+
+    def _want(self, name: str, shape: tuple[int, ...]) -> None:
+        entry = self.entries.get(name)
+        if entry is None:
+            raise ModelError(f"{self.path}: tensor {name} is missing")
+        if entry.shape != shape:
+            raise ModelError(
+                f"{self.path}: tensor {name} is {list(entry.shape)}, not {list(shape)}"
+            )
+
+
+def make_config(kind: Family, path: Path, layers: object, make: Callable[[], Any]) -> Any:
+    """A transformers config of what a file says; ModelError for what the library can't take.
+
+    layers: as the file says, before the library makes a list with an item for each.
+    """
+    if isinstance(layers, int | float) and not 1 <= layers <= MAX_LAYERS:
+        raise ModelError(f"{path}: {layers} layers: 1 to {MAX_LAYERS} are possible")
+    try:
+        return make()
+    except CONFIG_ERRORS as error:
+        raise ModelError(f"{path}: no {kind.name} config: {error}") from error
 
 
 def open_model(path: str | Path) -> Source:

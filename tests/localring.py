@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -35,7 +36,12 @@ class LocalRing(Coordinator):
     """models: one for each stage. sent: every frame that left the coordinator."""
 
     def __init__(
-        self, *, slots: int = 4, park_bytes: int = 0, models: Sequence[StageModel] = ()
+        self,
+        *,
+        slots: int = 4,
+        park_bytes: int = 0,
+        models: Sequence[StageModel] = (),
+        queue_turns: int = 256,
     ) -> None:
         self.models = models or [
             ToyModel((i, i + 1), 2, slots=slots, capacity=1024) for i in range(2)
@@ -49,6 +55,7 @@ class LocalRing(Coordinator):
             max_model_len=infos[0].capacity,
             chunk_tokens=64,
             park_bytes=park_bytes,
+            queue_turns=queue_turns,
             lost_after_s=1e6,  # nobody beats after the start
             frame_timeout_s=1e6,
         )
@@ -138,6 +145,7 @@ def play(
     *,
     keys: tuple[Key, ...] = (),
     tokenizer: Tokenizer | None = None,
+    settings: Settings | None = None,
     **options: Any,
 ) -> None:
     """Run a scene against the HTTP API of a fresh ring; call(method, path, body, key=...)."""
@@ -145,7 +153,8 @@ def play(
     async def main() -> None:
         ring = LocalRing(**options)
         await ring.open()
-        app = build_app(ring, tokenizer or ByteTokenizer(), Settings(api_keys=keys))
+        used = replace(settings or Settings(), api_keys=keys)
+        app = build_app(ring, tokenizer or ByteTokenizer(), used)
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
 

@@ -17,14 +17,16 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
 import psutil
 
-from transport.config import TOY, Config, Coordinator, Limits, Model, Ring, Stage, dumps
+from transport.config import TOY, Config, Coordinator, Limits, Model, Ring, Stage, dumps, load
+from transport.keys import write_key
+from transport.link import make_keys
 
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "KVRING_TEST_FLEET"
@@ -101,6 +103,26 @@ def write_ring(
     config = Config(Model(model, "m", dtype), (ring,), Coordinator(f"127.0.0.1:{http}"), limits)
     path.write_text(dumps(config))
     return RingFile(path, config)
+
+
+def with_keys(ring: RingFile) -> RingFile:
+    """The same ring with CURVE keys: its files in `keys` beside it, its ring.toml rewritten."""
+    folder = ring.path.parent / "keys"
+    folder.mkdir(exist_ok=True)
+
+    def keyed(name: str) -> dict[str, Any]:
+        public, secret = make_keys()
+        file = folder / f"{name}.secret"
+        write_key(file, secret, 0o600, force=False)
+        return {"public_key": public, "secret_key_file": str(file)}
+
+    config = ring.config
+    (one,) = config.rings
+    stages = tuple(replace(stage, **keyed(stage.name)) for stage in one.stages)
+    coordinator = replace(config.coordinator, **keyed("coordinator"))
+    config = replace(config, rings=(replace(one, stages=stages),), coordinator=coordinator)
+    ring.path.write_text(dumps(config))
+    return RingFile(ring.path, load(ring.path))
 
 
 class Process:
@@ -273,9 +295,9 @@ def fleet(folder: Path) -> Iterator[Fleet]:
             made.end()
 
 
-def get(url: str) -> httpx.Response:
+def get(url: str, headers: dict[str, str] | None = None) -> httpx.Response:
     """GET, whatever the status."""
-    return httpx.get(url, timeout=10, verify=NO_TLS)
+    return httpx.get(url, timeout=10, verify=NO_TLS, headers=headers)
 
 
 def post(url: str, timeout_s: float = 60.0, **options: Any) -> httpx.Response:

@@ -77,7 +77,7 @@ BY_NAME: dict[str, st.SearchStrategy[Any]] = {
     "parent_hash": digests,
     "salt": salts,
     "turn": serials,
-    "epoch": serials,
+    "epoch": st.integers(0, codec.MAX_EPOCH),
     "seq": serials,
     "incarnation": serials,
     "expected": serials,

@@ -131,13 +131,14 @@ def test_up_passes_every_option(up: FakeUp) -> None:
         "mbit": 0.0,
         "draft_depth": None,
         "draft_tokens": None,
+        "insecure": False,
     }
     assert up.calls == [("up", defaults)]
     given = "up --model toy --stages 2 --slots 5 --max-model-len 512 --dtype float32 --http [::1]:0"
     more = "--served-model-name m --api-key k --record logs --record-payloads digest"
     kept = "--rings 2 --park-mb 64 --idle-ttl-s 600 --verify-share 0.05 --drafter off"
     slow = "--delay-ms 5 --jitter-ms 1 --mbit 100 --draft-depth 2 --draft-tokens 7 --threads 2"
-    slow += " --draft-model small"
+    slow += " --draft-model small --insecure"
     assert cli.run([*given.split(), *more.split(), *kept.split(), *slow.split()]) == 7
     assert up.calls[1][1] == {
         "model": "toy",
@@ -162,6 +163,7 @@ def test_up_passes_every_option(up: FakeUp) -> None:
         "mbit": 100.0,
         "draft_depth": 2,
         "draft_tokens": 7,
+        "insecure": True,
     }
 
 
@@ -169,6 +171,7 @@ def test_stage_and_coord_pass_every_option(up: FakeUp, tmp_path: Path) -> None:
     ring = tmp_path / "ring.toml"
     ring.touch()
     common = {"ring": ring, "record": None, "record_payloads": "none", "with_parent": False}
+    common["insecure"] = False
     keys = {"api_key": None, "api_key_file": None}
     assert cli.run(["stage", "--ring", str(ring), "--name", "s0", "--device", "cuda:0"]) == 7
     assert cli.run(["coord", "--ring", str(ring), "--http", "0.0.0.0:80"]) == 7
@@ -176,6 +179,8 @@ def test_stage_and_coord_pass_every_option(up: FakeUp, tmp_path: Path) -> None:
         ("stage", {**common, "name": "s0", "device": "cuda:0"}),
         ("coord", {**common, **keys, "http": "0.0.0.0:80"}),
     ]
+    assert cli.run(["coord", "--ring", str(ring), "--insecure"]) == 7
+    assert up.calls[2] == ("coord", {**common, **keys, "http": None, "insecure": True})
 
 
 def test_an_expected_failure_is_one_line(up: FakeUp, capsys: pytest.CaptureFixture[str]) -> None:

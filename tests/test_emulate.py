@@ -92,11 +92,11 @@ def test_the_air_is_bounded() -> None:
     air.close(land=False)
 
 
-def test_a_link_that_is_as_it_is_starts_no_thread() -> None:
-    before = threading.active_count()
-    push = PushLink("ipc:///nowhere.sock", sender="a", incarnation=1, emulate=Emulate())
-    assert threading.active_count() == before
-    push.close()
+def test_a_link_that_is_as_it_is_has_no_air() -> None:
+    for emulate, flying in ((Emulate(), 0), (Emulate(delay_ms=1), 1)):
+        push = PushLink("ipc:///nowhere.sock", sender="a", incarnation=1, emulate=emulate)
+        assert [thread.name for thread in threading.enumerate()].count("air") == flying
+        push.close()
 
 
 # ---- on sockets ----------------------------------------------------------------------------------

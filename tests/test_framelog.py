@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.strategies import envelopes, frames
+from transport.codec import encode
 from transport.frame import Envelope, Forwarded, Frame, FrameError, Ping, Run, Tensor, Tick
 from transport.framelog import (
     Direction,
@@ -26,7 +27,7 @@ from transport.framelog import (
     LogRecord,
     Payloads,
 )
-from transport.recorder import Recorder, segments
+from transport.recorder import MAX_WAITING, Recorder, segments
 
 HEADER = LogHeader("stage", "s0", 77, "0.1.0", 1_700_000_000_000_000_000)
 TENSOR = Tensor("float32", (2, 3), bytes(range(24)))
@@ -291,7 +292,7 @@ def test_a_full_disk_ends_the_recording_only(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(FrameLogWriter, "record", full)
+    monkeypatch.setattr(FrameLogWriter, "write", full)
     for at in range(3):
         recorder.record(at, at, Direction.IN, "l", Tick())
     assert recorder.error is not None
@@ -324,3 +325,63 @@ for at in range(10_000_000):
     kept = records_in(tmp_path)
     assert len(kept) > 100
     assert kept == list(range(len(kept)))
+
+
+@pytest.mark.parametrize("payloads", Payloads)
+def test_records_that_wait_cost_one_write_and_change_no_byte(
+    tmp_path: Path, payloads: Payloads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does a header that is at hand, of a frame that came or was sent."""
+    frames: list[Frame] = [RUN, Tick(), Forwarded(3, 17, TENSOR), Ping("ring0", 3, 18)]
+    writes: list[int] = []
+    write = FrameLogWriter.write
+
+    def counted(self: FrameLogWriter, data: bytes) -> None:
+        writes.append(len(data))
+        write(self, data)
+
+    monkeypatch.setattr(FrameLogWriter, "write", counted)
+    found = {}
+    for way in ("at once", "waiting", "closed"):
+        recorder = Recorder(tmp_path / way, HEADER, payloads)
+        writes.clear()
+        for at, frame in enumerate(frames):
+            known = None if way == "at once" else encode(frame, SENDER)[0]
+            recorder.record(
+                at, at, Direction.IN, "l", frame, envelope=SENDER, header=known,
+                wait=way != "at once",
+            )  # fmt: skip
+        assert len(writes) == (len(frames) if way == "at once" else 0)
+        if way == "waiting":
+            recorder.flush()
+            assert len(writes) == 1
+        recorder.close()
+        (path,) = segments(tmp_path / way)
+        found[way] = path.read_bytes()
+    assert found["waiting"] == found["closed"] == found["at once"]
+    records, torn = read(found["waiting"])
+    assert (len(records), torn) == (len(frames), 0)
+
+
+def test_only_so_many_records_wait(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, HEADER)
+    (path,) = segments(tmp_path)
+    for at in range(MAX_WAITING):
+        assert len(read(path.read_bytes())[0]) == 0
+        recorder.record(at, at, Direction.IN, "l", Tick(), wait=True)
+    assert len(read(path.read_bytes())[0]) == MAX_WAITING
+    recorder.close()
+
+
+def test_a_reader_goes_on_where_a_record_is_finished() -> None:
+    data = log_of(RUN, Tick(), RUN)
+    ends = ends_of(data)
+    file = io.BytesIO(data[: ends[1] + 7])
+    reader = FrameLogReader(file)
+    assert [record.offset for record in reader] == ends[:1]
+    assert reader.torn_bytes == 7
+    file.seek(0, io.SEEK_END)
+    file.write(data[ends[1] + 7 :])
+    reader.resume()
+    assert [record.offset for record in reader] == ends[1:3]
+    assert reader.torn_bytes == 0

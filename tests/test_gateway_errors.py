@@ -418,9 +418,9 @@ def test_a_turn_that_fails_has_its_status() -> None:
 
 def test_a_turn_that_never_ends_is_a_504() -> None:
     engine = FakeEngine([*says("x")[:-1], 30.0])
-    error = post(CHAT, HI, engine=engine, turn_timeout_s=0.05)
-    assert (error["status"], error["code"]) == (504, "turn_timeout")
-    assert engine.streams[0].cancelled[0] == "timeout"
+    error = post(CHAT, HI, engine=engine, deadline_s=0.05)
+    assert (error["status"], error["code"]) == (504, "deadline_exceeded")
+    assert engine.streams[0].cancelled[0] == "deadline"
 
 
 def test_an_engine_that_just_stops_is_a_500() -> None:

@@ -18,10 +18,13 @@ MAX_FUNCTION_LINES = 70
 
 CORE = (
     "transport/frame.py",
+    "transport/bounds.py",
     "transport/codec.py",
     "transport/chain.py",
     "transport/framelog.py",
     "transport/numbering.py",
+    "transport/peers.py",
+    "transport/pieces.py",
     "pipeline/slots.py",
     "pipeline/stage.py",
     "pipeline/model.py",
@@ -63,6 +66,7 @@ BROAD_EXCEPT = {
     "pipeline/daemon.py:body": "carries what ended the compute thread to the loop, which raises it",
     "pipeline/daemon.py:run_stage": "says why in a last heartbeat, and re-raises",
     "transport/link.py:_guard": "out of a callback it would stop the reader; wait() raises it",
+    "bench/fuzz/campaign.py:life": "whatever escapes is the finding; it is raised with its seed",
     "tools/pull.py:_pull_hub": "the hub's client raises its HTTP library's own classes",
 }
 
@@ -164,11 +168,17 @@ def _is_set(node: ast.expr, names: set[str]) -> bool:
     return ast.unparse(node) in names
 
 
+LINK = {"transport/link.py", "transport/sockets.py", "transport/door.py"}
 YARDSTICKS = {"bench/toy_ring.py", "bench/ring_latency.py"}  # they measure raw pyzmq beside us
+STRANGERS = {"tests/strangers.py"}  # peers that are not kvring
 
 
 def test_only_the_link_knows_zmq() -> None:
-    assert importers({"zmq", "aiozmq"}, *FOLDERS) <= {"transport/link.py", *YARDSTICKS}
+    assert importers({"zmq"}, *FOLDERS) <= {*LINK, *YARDSTICKS, *STRANGERS}
+    assert importers({"aiozmq"}, *FOLDERS) <= {"transport/link.py"}
+    inside = ("transport.sockets", "transport.door")
+    for path, tree in sources(*FOLDERS).items():
+        assert path in LINK or not set(inside) & set(imports(tree)), path
 
 
 def test_layers_share_frames_not_code() -> None:
@@ -176,6 +186,21 @@ def test_layers_share_frames_not_code() -> None:
     assert importers({"pipeline"}, "coord", "transport") == set()
     assert importers({"tools", "tests", "bench"}, *LAYERS) == set()
     assert importers({"tests"}, "tools", "bench") == set()
+
+
+def test_the_proof_of_residency_is_independent() -> None:
+    """It shares frames with the cores: no slot table, no ledger, not even the chain's hash."""
+    proof = {
+        path: tree
+        for path, tree in sources("tools").items()
+        if path == "tools/framelogs/residency.py" or path.startswith("tools/framelogs/proof/")
+    }
+    assert len(proof) > 4
+    for path, tree in proof.items():
+        for name in imports(tree):
+            top = name.split(".")[0]
+            allowed = name.startswith(("transport.frame", "tools.framelogs.proof"))
+            assert allowed or top in sys.stdlib_module_names or name == "transport", (path, name)
 
 
 def test_no_file_can_unpickle() -> None:

@@ -93,7 +93,9 @@ def test_a_host_name_can_be_bound() -> None:
 def test_curve() -> None:
     server_public, server_secret = make_keys()
     public, secret = make_keys()
-    pull = PullLink(ANY_PORT, link="l", security=Security(server_public, server_secret))
+    pull = PullLink(
+        ANY_PORT, link="l", security=Security(server_public, server_secret, allowed=(public,))
+    )
     good = Security(public, secret, server_public)
     push = PushLink(pull.address, sender="a", incarnation=1, security=good)
     plain = PushLink(pull.address, sender="b", incarnation=1)

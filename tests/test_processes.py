@@ -390,6 +390,7 @@ def test_a_stage_that_dies_ends_up_and_is_named(fleet: Fleet) -> None:
 def test_api_keys_come_from_a_file(fleet: Fleet, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("# two tenants\none:alpha-0123456789abcdef\ntwo:beta-0123456789abcdef\n")
+    keys.chmod(0o600)
     ring = write_ring(tmp_path / "ring.toml", stages=1)
     fleet.coord(ring, "--api-key-file", keys)
     fleet.stage(ring, "s0")

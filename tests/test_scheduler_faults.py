@@ -145,6 +145,9 @@ def fork() -> tuple[Desk, Copy, list[Action]]:
     (copy,) = [a.frame for a in actions if isinstance(a, Send) and isinstance(a.frame, Copy)]
     assert (copy.turn, copy.length, copy.target) == (2, 10, slot_of(actions))
     assert actions.index(Send(copy)) < actions.index(Send(runs(actions)[-1]))
+    first = next(iter(desk.ring.in_flight.values())).frame
+    assert isinstance(first, Run)
+    desk.verdict(first, 22)  # turn 1's: the ring is a queue, so it comes before the copy
     return desk, copy, actions
 
 
@@ -195,7 +198,6 @@ def parking() -> tuple[Desk, Copy]:
     actions = desk.submit(2, (5, 6), budget=1)
     (copy,) = [a.frame for a in actions if isinstance(a, Send) and isinstance(a.frame, Copy)]
     assert (copy.turn, copy.source, copy.target, copy.length) == (0, 0, 1, 70)
-    desk.verdict(runs(actions)[0], 22)
     return desk, copy
 
 
@@ -203,6 +205,9 @@ def test_a_parked_prefix_is_resident_when_its_copy_is_back() -> None:
     desk, copy = parking()
     desk.tell(copy)
     assert desk.ring.ledger.holding(1).resident == 70
+    (record,) = desk.ring.in_flight.values()
+    assert isinstance(record.frame, Run)
+    desk.verdict(record.frame, 22)
     actions = desk.submit(3, (*range(70), 9), budget=1)
     assert Admitted(3, "r", 0, prompt=71, matched=70) in actions
     assert runs(actions)[0].segments == (prefill(3, 0, range(70), (9,), want=1),)
@@ -310,6 +315,21 @@ def test_a_verdict_that_answers_a_copy_settles_nothing() -> None:
     desk, copy, _ = fork()
     assert desk.tell(Verdict("r", 1, copy.seq, (), ())) == []
     assert copy.seq in desk.ring.in_flight
+
+
+def test_an_answer_that_overtakes_another_settles_nothing() -> None:
+    """A ring is a queue: only a forged answer comes before an older frame's."""
+    desk = Desk().form()
+    first, second, third = runs(desk.submit(1, PROMPT))
+    assert desk.verdict(second) == []
+    assert desk.verdict(third, 21) == []
+    assert desk.ring.stats.stale == 2
+    slot = first.segments[0].slot
+    assert desk.resident(slot) == ()
+    desk.verdict(first)
+    desk.verdict(second)
+    assert desk.resident(slot) == PROMPT[:8]
+    assert desk.verdict(third, 21)[0] == Tokens(1, (21,))
 
 
 def test_a_changed_copy_is_taken_for_the_one_that_was_sent() -> None:

@@ -8,10 +8,10 @@ from coord.http.keys import new_key
 from tools.errors import USAGE, ToolError
 
 
-def run_apikey(*, name: str, admin: bool) -> int:
+def run_apikey(*, name: str, admin: bool, turns: int | None = None) -> int:
     """Print the key on the first line and its line for --api-key-file on the second."""
     try:
-        text, key = new_key(name, admin=admin)
+        text, key = new_key(name, admin=admin, turns=turns)
     except ValueError as error:
         raise ToolError(str(error), code=USAGE) from None
     print(text)

@@ -116,9 +116,11 @@ def up(
     mbit: options.Mbit = 0.0,
     draft_depth: options.DraftDepth = None,
     draft_tokens: options.DraftTokens = None,
+    insecure: options.Insecure = False,
 ) -> int:
     """Run a whole ring on this machine, with its HTTP API. Ctrl-C ends all of it."""
     _check_address(http)
+    _check_record(record, record_payloads)
     wanted = {name: getattr(value, "value", value) for name, value in context.params.items()}
     for name, value in wanted.items():
         _check_finite(name, value)
@@ -135,10 +137,12 @@ def stage(
     ] = None,
     record: options.Record = None,
     record_payloads: options.RecordPayloads = options.Payloads.NONE,
+    insecure: options.Insecure = False,
     with_parent: options.WithParent = False,
 ) -> int:
     """Run one stage of a ring on this machine."""
     _check_file(ring)
+    _check_record(record, record_payloads)
     return _code(
         _command("serve.run_stage")(
             ring=ring,
@@ -146,6 +150,7 @@ def stage(
             device=device,
             record=record,
             record_payloads=record_payloads.value,
+            insecure=insecure,
             with_parent=with_parent,
         )
     )
@@ -162,10 +167,12 @@ def coord(
     api_key_file: options.ApiKeyFile = None,
     record: options.Record = None,
     record_payloads: options.RecordPayloads = options.Payloads.NONE,
+    insecure: options.Insecure = False,
     with_parent: options.WithParent = False,
 ) -> int:
     """Run the coordinator of a ring, with the HTTP API."""
     _check_file(ring)
+    _check_record(record, record_payloads)
     if http is not None:
         _check_address(http)
     return _code(
@@ -176,6 +183,7 @@ def coord(
             api_key_file=api_key_file,
             record=record,
             record_payloads=record_payloads.value,
+            insecure=insecure,
             with_parent=with_parent,
         )
     )
@@ -253,9 +261,39 @@ def apikey(
     admin: Annotated[
         bool, typer.Option("--admin", help="It sees and may evict everybody's slots.")
     ] = False,
+    turns: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, max=999_999, help="Turns at once [default: ring.toml's limit]."
+        ),
+    ] = None,
 ) -> int:
     """Draw an API key: prints the key (once) and the line for --api-key-file."""
-    return _code(_command("apikey.run_apikey")(name=name, admin=admin))
+    return _code(_command("apikey.run_apikey")(name=name, admin=admin, turns=turns))
+
+
+@app.command()
+def keygen(
+    *,
+    ring: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A ring.toml: keys for all its processes.")
+    ] = None,
+    name: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help='A stage, or "coordinator"; may be given again.'),
+    ] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option("--dir", metavar="DIR", help="Where [default: keys beside ring.toml]."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace keys that are there.")] = False,
+) -> int:
+    """Draw CURVE keys for a ring's links: writes files, prints the lines for ring.toml."""
+    if ring is not None:
+        _check_file(ring)
+    return _code(
+        _command("keygen.run_keygen")(ring=ring, names=name or [], folder=folder, force=force)
+    )
 
 
 @app.command()
@@ -308,6 +346,12 @@ def _code(result: object) -> int:
 def _check_file(path: Path) -> None:
     if not path.is_file():
         raise ToolError(f"--ring {path}: no such file", code=USAGE)
+
+
+def _check_record(record: Path | None, payloads: options.Payloads) -> None:
+    if record is None and payloads is not options.Payloads.NONE:
+        text = f"--record-payloads {payloads}: needs --record DIR, else nothing is written"
+        raise ToolError(text, code=USAGE)
 
 
 def _check_finite(option: str, value: object) -> None:

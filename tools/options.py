@@ -38,6 +38,9 @@ ApiKeyFile = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="API keys, one NAME:KEY or NAME:HASH a line; see apikey."),
 ]
+Insecure = Annotated[
+    bool, typer.Option("--insecure", help="Let other machines reach it without keys.")
+]
 WithParent = Annotated[
     bool, typer.Option("--with-parent", hidden=True, help="End when standard input ends.")
 ]

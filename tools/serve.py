@@ -9,9 +9,8 @@ import asyncio
 import contextlib
 import os
 import secrets
-import signal
 import socket
-import threading
+import stat
 import time
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -23,14 +22,20 @@ import uvicorn
 
 from tools import events
 from tools.errors import USAGE, ToolError
+from tools.security import check_http, check_link, trust_of_coordinator, trust_of_stage
+from tools.stop import Stop, first
 from transport.config import Config, ConfigError, Ring, Stage, load
 from transport.framelog import LogHeader, Payloads
 from transport.link import LinkError
 from transport.recorder import Recorder
+from transport.trust import CoordinatorTrust, StageTrust
 
 if TYPE_CHECKING:
+    from coord.coordinator import Coordinator
     from coord.drafting import DraftRunner
+    from coord.gateway import Settings
     from coord.http.keys import Key
+    from coord.http.limits import Door
 
 
 def run_stage(
@@ -40,20 +45,28 @@ def run_stage(
     device: str | None,
     record: Path | None,
     record_payloads: str,
+    insecure: bool = False,
     with_parent: bool = False,
 ) -> int:
-    """Run one stage until SIGINT or SIGTERM; 0 when it ended by one of them."""
+    """Run one stage until SIGINT or SIGTERM; 0 when it ended by one of them.
+
+    It finishes the frame at hand first.
+    """
     config = _load(ring)
     try:
         which, spec = config.find(name)
     except KeyError as error:
         raise ToolError(str(error.args[0]), code=USAGE) from None
     events.configure()
+    trust = trust_of_stage(config, which, spec)
+    check_link(f"stage {name}", spec.listen, keys=trust is not None, insecure=insecure)
     # OpenMP reads it when torch is imported; more threads than cores spin and cost 3-6x
     os.environ["OMP_NUM_THREADS"] = str(spec.threads)
     incarnation = secrets.randbits(63)
     with _recorder("stage", name, incarnation, record, record_payloads) as recorder:
-        return asyncio.run(_stage(config, which, spec, device, incarnation, recorder, with_parent))
+        return asyncio.run(
+            _stage(config, which, spec, device, incarnation, recorder, with_parent, trust)
+        )
 
 
 async def _stage(
@@ -64,12 +77,13 @@ async def _stage(
     incarnation: int,
     recorder: Recorder | None,
     with_parent: bool,
+    trust: StageTrust | None,
 ) -> int:
     from pipeline.daemon import Worker, run_stage
     from pipeline.load import load_model
     from pipeline.model import ModelError
 
-    stop = _stop_event(with_parent)
+    stop = Stop(with_parent=with_parent)
     worker = Worker(
         ring,
         spec,
@@ -78,9 +92,10 @@ async def _stage(
         incarnation,
         recorder,
         config.emulate,
+        trust,
     )
     try:
-        await run_stage(worker, incarnation, stop)
+        await run_stage(worker, incarnation, stop.asked)
     except (LinkError, ModelError) as error:
         raise ToolError(f"stage {spec.name}: {error}") from None
     structlog.get_logger().info("stopped", stage=spec.name)
@@ -95,19 +110,30 @@ def run_coord(
     api_key_file: Path | None = None,
     record: Path | None,
     record_payloads: str,
+    insecure: bool = False,
     with_parent: bool = False,
 ) -> int:
-    """Run the coordinator until SIGINT or SIGTERM; 0 when it ended by one of them."""
+    """Run the coordinator until SIGINT or SIGTERM; 0 when it ended by one of them.
+
+    Turns that run may end first, within limits.drain_s; a second signal ends it at once.
+    """
     config = _load(ring)
     events.configure()
     if config.coordinator.drafter == "model":
         os.environ["OMP_NUM_THREADS"] = str(config.rings[0].head.threads)  # see run_stage
     incarnation = secrets.randbits(63)
     keys = _api_keys(api_key, api_key_file)
+    trust = trust_of_coordinator(config)
+    for each in config.rings:
+        who = f"the coordinator of ring {each.name}"
+        check_link(who, each.listen, keys=trust is not None, insecure=insecure)
+    check_http(http or config.coordinator.http, keys=bool(keys), insecure=insecure)
     listener = listen(http or config.coordinator.http)
     with listener, _recorder("coordinator", "coord", incarnation, record, record_payloads) as log:
         folder = record or Path("logs")
-        return asyncio.run(_coord(config, listener, keys, incarnation, log, folder, with_parent))
+        return asyncio.run(
+            _coord(config, listener, keys, incarnation, log, folder, with_parent, trust)
+        )
 
 
 async def _coord(
@@ -118,40 +144,51 @@ async def _coord(
     recorder: Recorder | None,
     folder: Path,
     with_parent: bool,
+    trust: CoordinatorTrust | None,
 ) -> int:
     from coord.coordinator import Coordinator
-    from coord.gateway import Settings, build_app
+    from coord.gateway import build_app
+    from coord.http.connection import Patience, protocol
+    from coord.http.limits import Door
     from coord.tokenizer import load_tokenizer
 
-    stop = _stop_event(with_parent)
+    stop = Stop(with_parent=with_parent)
+    limits = config.limits
     try:
         tokenizer = await asyncio.to_thread(load_tokenizer, config.model.path)
     except (ValueError, OSError) as error:
         raise ToolError(f"tokenizer: {error}") from None
     drafts = await _drafts(config, tokenizer.vocabulary)
-    coordinator = Coordinator(config, incarnation, tokenizer.vocabulary, recorder, folder, drafts)
+    coordinator = Coordinator(
+        config, incarnation, tokenizer.vocabulary, recorder, folder, drafts, trust
+    )
     try:
         await coordinator.open()
     except LinkError as error:
         raise ToolError(f"coordinator: {error}") from None
-    app = build_app(coordinator, tokenizer, Settings(api_keys=api_keys))
+    door = Door(coordinator.counters, per_key_turns=limits.per_key_turns)
+    app = build_app(coordinator, tokenizer, _settings(config, api_keys), door)
+    patience = Patience(write_s=limits.write_timeout_s, connections=limits.connections)
     server = _Server(
         uvicorn.Config(
-            app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=3
+            app,
+            http=protocol(patience),
+            ws="none",
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=3,
         )
     )
     host, port = listener.getsockname()[:2]
     structlog.get_logger().info("listening", http=f"http://{host}:{port}")
 
     async def watch() -> None:
-        waits = [asyncio.ensure_future(stop.wait()), asyncio.ensure_future(coordinator.wait())]
         try:
-            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            for future in done:
-                future.result()
+            await first(stop.asked.wait(), coordinator.wait())
+            if stop.asked.is_set():
+                await _drain(coordinator, door, stop, limits.drain_s)
         finally:
-            for future in waits:
-                future.cancel()
             if drafts is not None:
                 drafts.close()
             await coordinator.close()  # open streams end with an error event
@@ -164,6 +201,25 @@ async def _coord(
         group.create_task(server.serve(sockets=[listener]))
     structlog.get_logger().info("stopped", stage="coordinator")
     return 0
+
+
+async def _drain(coordinator: Coordinator, door: Door, stop: Stop, limit_s: float) -> None:
+    """Let the turns end that run, within limit_s, unless a second signal comes."""
+    log = structlog.get_logger()
+    if door.running and not stop.now.is_set():
+        log.info("draining", turns=door.running, limit_s=limit_s)
+    await first(door.drain(limit_s), stop.now.wait(), coordinator.wait())
+    if door.running:
+        log.warning("turns_cut_off", turns=door.running)
+
+
+def _settings(config: Config, api_keys: tuple[Key, ...]) -> Settings:
+    from coord.gateway import Settings
+
+    limits = config.limits
+    return Settings(
+        api_keys=api_keys, deadline_s=limits.deadline_s, per_key_turns=limits.per_key_turns
+    )
 
 
 async def _drafts(config: Config, vocabulary: int) -> DraftRunner | None:
@@ -192,7 +248,7 @@ class _Server(uvicorn.Server):
 
 def _api_keys(key: str | None, file: Path | None) -> tuple[Key, ...]:
     """Of the command line the operator's own key, of the file everybody's."""
-    from coord.http.keys import hold, parse_keys
+    from coord.http.keys import hold, holds_plain_keys, parse_keys
 
     try:
         keys = () if key is None else (hold("default", key, admin=True),)
@@ -201,11 +257,19 @@ def _api_keys(key: str | None, file: Path | None) -> tuple[Key, ...]:
     if file is None:
         return keys
     try:
-        found = parse_keys(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        found = parse_keys(text)
+        mode = file.stat().st_mode
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise ToolError(f"--api-key-file {file}: {error}", code=USAGE) from None
     if not found:
         raise ToolError(f"--api-key-file {file}: no key in it", code=USAGE)
+    if mode & 0o077 and holds_plain_keys(text):
+        raise ToolError(
+            f"--api-key-file {file}: others can read it (mode {stat.S_IMODE(mode):04o}) and it "
+            f"holds keys in plain text: chmod 600 {file}, or keep hashes (kvring apikey NAME)",
+            code=USAGE,
+        )
     return (*keys, *found)
 
 
@@ -232,25 +296,6 @@ def _load(path: Path) -> Config:
         return load(path)
     except (ConfigError, OSError) as error:
         raise ToolError(str(error), code=USAGE) from None
-
-
-def _stop_event(with_parent: bool) -> asyncio.Event:
-    """Set by SIGINT and SIGTERM, and (with_parent) when standard input ends: the parent is gone."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-    if with_parent:
-
-        def wait() -> None:
-            # Not sys.stdin: its lock, held by this thread, would abort the interpreter's shutdown.
-            while os.read(0, 4096):
-                pass
-            with contextlib.suppress(RuntimeError):  # the loop is closed: it ends anyway
-                loop.call_soon_threadsafe(stop.set)
-
-        threading.Thread(target=wait, name="parent", daemon=True).start()
-    return stop
 
 
 @contextlib.contextmanager

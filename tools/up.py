@@ -23,6 +23,7 @@ from types import FrameType
 from tools.client import Client
 from tools.errors import USAGE, ToolError
 from tools.pull import resolve_model
+from tools.security import check_http
 from tools.serve import listen
 from tools.terminal import ProgressLine
 from transport.config import (
@@ -39,7 +40,8 @@ from transport.config import (
 )
 from transport.emulate import Emulate
 
-STOP_S = 10.0  # for a process to end after SIGTERM; then it is killed
+STOP_S = 10.0  # for a process to end once it has nothing left to do; then it is killed
+QUIET_S = 2.0  # an ending that takes longer says why; with nothing left to do it takes 0.3 s
 POLL_S = 0.1
 DEFAULT_CONTEXT = 8192  # tokens per slot where neither the model nor the user says less
 CONTEXT_STEP = 512  # exact mode's KV views end on it; a capacity that is no multiple is padded
@@ -71,6 +73,7 @@ class Options:
     draft_depth: int | None = None
     draft_tokens: int | None = None
     draft_model: str | None = None
+    insecure: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +129,13 @@ class _Interrupts:
             raise _InterruptedError
 
     def ignore(self) -> None:
-        """From now on a second Ctrl-C must not cut the ending short."""
-        self._held = True
+        """From now on a Ctrl-C raises nothing; `again` tells of it."""
+        self._held, self._came = True, False
+
+    @property
+    def again(self) -> bool:
+        """True when one came since `ignore`."""
+        return self._came
 
     def restore(self) -> None:
         """As it was before."""
@@ -155,7 +163,7 @@ def run_up(**options: object) -> int:
         return 0
     finally:
         interrupts.ignore()
-        _stop(children)
+        _stop(children, interrupts, drain_s=0.0 if failed else Limits().drain_s)
         interrupts.restore()
         if failed and children:
             print(f"the processes' output is kept in {folder}", file=sys.stderr)
@@ -166,6 +174,8 @@ def run_up(**options: object) -> int:
 
 def _plan(wanted: Options, folder: Path) -> Config:
     """Rings on this machine: layers split evenly, cores shared, links in the run's folder."""
+    if not wanted.insecure:
+        check_http(wanted.http, keys=wanted.api_key is not None, insecure=False)
     http = _free_address(wanted.http)
     path, total, longest = _model(wanted.model)
     if wanted.stages > total:
@@ -262,6 +272,8 @@ def _start(
     if wanted.record is not None:
         extra = ["--record", str(wanted.record), "--record-payloads", wanted.record_payloads]
     commands = {"coordinator": ["coord", "--ring", str(file)]}
+    if wanted.insecure:
+        commands["coordinator"].append("--insecure")
     if wanted.api_key is not None:
         keys = file.parent / "api-keys"  # not on a command line: ps shows those
         keys.touch(mode=0o600)
@@ -356,17 +368,47 @@ def _watch(children: list[Child]) -> None:
         time.sleep(0.5)
 
 
-def _stop(children: list[Child]) -> None:
-    """End every child: ask all, wait, kill what is left. No process outlives this."""
+def _stop(children: list[Child], interrupts: _Interrupts, drain_s: float) -> None:
+    """End every child, the coordinator first: it lets running turns end. No process outlives this.
+
+    drain_s: what that may take; 0 where turns can't end, since a stage is gone.
+    """
+    coordinator, stages = children[:1], children[1:]
+    if drain_s:
+        _end(coordinator, interrupts, drain_s)
+    for child in children:
+        _at_once(child)
+    _end([*coordinator, *stages], interrupts, 0.0)
+
+
+def _end(children: list[Child], interrupts: _Interrupts, drain_s: float) -> None:
+    """Ask all, wait, kill what is left; a second signal ends a drain."""
     for child in children:
         if child.process.poll() is None:
             child.process.terminate()
-    deadline = time.monotonic() + STOP_S
+    began = time.monotonic()
+    deadline = began + drain_s + STOP_S
+    told = hurried = not drain_s
+    while any(child.process.poll() is None for child in children):
+        now = time.monotonic()
+        if now > deadline:
+            break
+        if interrupts.again and not hurried:
+            hurried, deadline = True, now + STOP_S
+            for child in children:
+                _at_once(child)
+        elif not told and now > began + QUIET_S:
+            told = True
+            text = f"replies that run get {drain_s:g} s to end; Ctrl-C again ends all at once"
+            print(text, file=sys.stderr, flush=True)
+        time.sleep(0.02)
     for child in children:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.process.wait(max(0.1, deadline - time.monotonic()))
         if child.process.poll() is None:
             child.process.kill()
             child.process.wait()
-        if child.process.stdin is not None:
-            child.process.stdin.close()
+
+
+def _at_once(child: Child) -> None:
+    """The end of its standard input tells a child to wait for nothing."""
+    if child.process.stdin is not None:
+        child.process.stdin.close()

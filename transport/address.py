@@ -1,7 +1,8 @@
-"""Owns what an address means to this machine: who listens there, which number a name has."""
+"""Owns what an address means to this machine: who listens, its number, and who can reach it."""
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 
 
@@ -25,3 +26,27 @@ def numeric(address: str) -> str:
     except OSError:
         return address  # libzmq may know it as an interface; if not, its error is explained
     return f"tcp://{found[0][4][0]}:{port}"
+
+
+def exposed(address: str) -> bool:
+    """True when other machines may reach a listener at tcp://host:port, ipc://path or host:port.
+
+    So for wildcards, for a name of which any address is no loopback one, and for what has no
+    address at all: libzmq may know it as a network interface.
+    """
+    if address.startswith("ipc://"):
+        return False
+    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    if host in ("", "*"):
+        return True
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return True
+    return not all(_loopback(str(each[4][0])) for each in found)
+
+
+def _loopback(host: str) -> bool:
+    number = ipaddress.ip_address(host.partition("%")[0])
+    mapped = getattr(number, "ipv4_mapped", None)
+    return (mapped or number).is_loopback

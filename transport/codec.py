@@ -18,6 +18,7 @@ from typing import Any
 
 import msgpack
 
+from transport.bounds import overdrawn
 from transport.chain import DIGEST_BYTES, TOKEN_BYTES, pack_tokens, unpack_tokens
 from transport.frame import (
     GREEDY,
@@ -60,6 +61,7 @@ MAX_PAYLOAD_BYTES = 1 << 30  # 8,192 rows x 16,384 hidden x 4 bytes is half of i
 MAX_PARTS = 2  # the header and at most one tensor
 MAX_SEGMENTS = 1024  # turns in one frame
 MAX_TOKENS = 1 << 20  # tokens of one segment or prompt
+MAX_SLOTS = 1024  # slots of one stage
 MAX_STAGES = 256  # stages in one ring: timings and roll-call entries
 MAX_ROWS = 1 << 16  # positions of one Result with logprobs; the longest list of all
 MAX_PARKED = 1 << 16  # parked prefixes that one coordinator knows
@@ -68,6 +70,7 @@ MAX_BIAS = 300  # biased tokens of one turn, as OpenAI's API has it; 4 KB in eac
 MAX_TEXT = 4096  # characters of a detail
 MAX_NAME = 128
 MAX_DIMENSIONS = 4
+MAX_EPOCH = 1 << 62  # 2^41 is now, in ms since 1970; who was told more could never be asked again
 U31, U63 = 2**31 - 1, 2**63 - 1
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1, "int64": 8}
 
@@ -84,7 +87,7 @@ def _integer(low: int, high: int) -> _Codec:
     def into(plain: Any, _: Sequence[Buffer]) -> int:
         if type(plain) is int and low <= plain <= high:
             return plain
-        raise FrameError(f"not an integer in [{low}, {high}]: {plain!r:.80}")
+        raise FrameError(f"not an integer in [{low}, {high}]: {_shown(plain)}")
 
     return None, into
 
@@ -93,7 +96,7 @@ def _real(low: float, high: float) -> _Codec:
     def into(plain: Any, _: Sequence[Buffer]) -> float:
         if type(plain) is float and low <= plain <= high:  # NaN fails the comparison
             return plain
-        raise FrameError(f"not a float in [{low}, {high}]: {plain!r:.80}")
+        raise FrameError(f"not a float in [{low}, {high}]: {_shown(plain)}")
 
     return (lambda value, _: float(value)), into
 
@@ -120,7 +123,7 @@ def _flag() -> _Codec:
     def into(plain: Any, _: Sequence[Buffer]) -> bool:
         if type(plain) is bool:
             return plain
-        raise FrameError(f"not a boolean: {plain!r:.80}")
+        raise FrameError(f"not a boolean: {_shown(plain)}")
 
     return None, into
 
@@ -132,7 +135,7 @@ def _choice(enum: type[StrEnum]) -> _Codec:
         member = table.get(plain) if type(plain) is str else None
         if member is not None:
             return member
-        raise FrameError(f"not one of {', '.join(table)}: {plain!r:.80}")
+        raise FrameError(f"not one of {', '.join(table)}: {_shown(plain)}")
 
     return None, into  # msgpack packs a StrEnum as the string that it is
 
@@ -210,13 +213,13 @@ def _tensor() -> _Codec:
         dtype, shape = plain
         item = ITEM_BYTES.get(dtype) if type(dtype) is str else None
         if item is None:
-            raise FrameError(f"unknown dtype {dtype!r:.80}")
+            raise FrameError(f"unknown dtype {_shown(dtype)}")
         if len(shape) > MAX_DIMENSIONS:
             raise FrameError(f"{len(shape)} dimensions")
         size = item
         for extent in shape:
             if type(extent) is not int or not 0 <= extent <= U31:
-                raise FrameError(f"bad shape {shape!r:.80}")
+                raise FrameError(f"a bad extent {_shown(extent)}")
             size *= extent
         if not parts:
             return Tensor(dtype, tuple(shape), b"")
@@ -259,6 +262,13 @@ def _record(cls: type, *codecs: _Codec) -> _Codec:
     return out, into
 
 
+def _shown(plain: Any) -> str:
+    """A value for an error message: a list's own repr could be as deep as the peer likes."""
+    if isinstance(plain, (list, bytes)):
+        return f"a {type(plain).__name__} of {len(plain)}"
+    return f"{plain[:60] if isinstance(plain, str) else plain!r:.80}"
+
+
 def _row_of(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
     """What attrgetter does for two names or more."""
     return lambda value: tuple([getattr(value, name) for name in names])
@@ -272,6 +282,7 @@ _NAME = _text(MAX_NAME)
 _TEXT = _text(MAX_TEXT)
 _COUNT = _integer(0, U31)
 _SERIAL = _integer(0, U63)
+_EPOCH = _integer(0, MAX_EPOCH)
 _DIGEST = _binary(DIGEST_BYTES, DIGEST_BYTES)
 _SALT = _binary(0, 64)
 
@@ -346,16 +357,16 @@ _CODECS: dict[str, _Codec] = {
     for cls, codecs in {
         Run: (
             _NAME,
-            _SERIAL,
+            _EPOCH,
             _SERIAL,
             _many(_SEGMENT, 0, MAX_SEGMENTS),
             _optional(_tensor()),
             _TIMINGS,
         ),
-        Verdict: (_NAME, _SERIAL, _SERIAL, _RESULTS, _TIMINGS),
+        Verdict: (_NAME, _EPOCH, _SERIAL, _RESULTS, _TIMINGS),
         Reject: (
             _NAME,
-            _SERIAL,
+            _EPOCH,
             _SERIAL,
             _NAME,
             _choice(Refusal),
@@ -363,10 +374,10 @@ _CODECS: dict[str, _Codec] = {
             _optional(_SERIAL),
             _optional(_COUNT),
         ),
-        RollCall: (_NAME, _SERIAL, _many(_COUNT, 0, MAX_PARKED), _many(_ENTRY, 0, MAX_STAGES)),
+        RollCall: (_NAME, _EPOCH, _many(_COUNT, 0, MAX_PARKED), _many(_ENTRY, 0, MAX_STAGES)),
         Copy: (
             _NAME,
-            _SERIAL,
+            _EPOCH,
             _SERIAL,
             _SERIAL,
             _COUNT,
@@ -375,8 +386,8 @@ _CODECS: dict[str, _Codec] = {
             _DIGEST,
             _many(_NAME, 0, MAX_STAGES),
         ),
-        Free: (_NAME, _SERIAL, _SERIAL, _COUNT),
-        Ping: (_NAME, _SERIAL, _SERIAL),
+        Free: (_NAME, _EPOCH, _SERIAL, _COUNT),
+        Ping: (_NAME, _EPOCH, _SERIAL),
         Heartbeat: (
             _NAME,
             _NAME,
@@ -390,7 +401,7 @@ _CODECS: dict[str, _Codec] = {
         Submit: (_SERIAL, _tokens(0), _COUNT, _tokens(0), _SAMPLING, _SALT, _flag(), _NAME, _KEEP),
         Cancel: (_SERIAL, _TEXT),
         Tick: (),
-        Forwarded: (_SERIAL, _SERIAL, _optional(_tensor()), _RESULTS),
+        Forwarded: (_EPOCH, _SERIAL, _optional(_tensor()), _RESULTS),
         LinkGap: (_NAME, _SERIAL, _SERIAL),
         StageLost: (_NAME, _NAME, _TEXT),
         FreeSlot: (_NAME, _COUNT),
@@ -434,6 +445,8 @@ def _open(header: Buffer, parts: Sequence[Buffer]) -> tuple[Frame, Envelope]:
     size = _size(header)
     if size > MAX_HEADER_BYTES:
         raise FrameError(f"a header of {size} bytes")
+    if overdrawn(header, MAX_ROWS):
+        raise FrameError("not msgpack: it declares more than it holds")
     try:
         plain = msgpack.unpackb(
             header,
@@ -442,15 +455,15 @@ def _open(header: Buffer, parts: Sequence[Buffer]) -> tuple[Frame, Envelope]:
             max_ext_len=0,
         )
     except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:
-        raise FrameError(f"not msgpack: {error!r:.200}") from None
+        raise FrameError(f"not msgpack: {type(error).__name__}: {str(error)[:200]}") from None
     if type(plain) is not list or len(plain) != 6:
         raise FrameError("not a frame header")
     protocol, sender, incarnation, number, kind, body = plain
     if type(protocol) is not int or protocol != PROTOCOL:
-        raise FrameError(f"protocol {protocol!r:.20}, this side speaks {PROTOCOL}")
+        raise FrameError(f"protocol {_shown(protocol)}, this side speaks {PROTOCOL}")
     codec = _CODECS.get(kind) if type(kind) is str else None
     if codec is None:
-        raise FrameError(f"unknown kind {kind!r:.80}")
+        raise FrameError(f"unknown kind {_shown(kind)}")
     envelope = _ENVELOPE([sender, incarnation, number], parts)
     frame: Frame = codec[1](body, parts)
     return frame, envelope

@@ -7,38 +7,26 @@ See docs/ring-toml.md for every key.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import tomllib
-from dataclasses import MISSING, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
 
-from transport.codec import MAX_PAYLOAD_BYTES, MAX_STAGES
+from transport.codec import MAX_PAYLOAD_BYTES, MAX_SLOTS, MAX_STAGES
 from transport.emulate import Emulate
 from transport.toml_lines import key_lines
+from transport.toml_table import TOY as TOY
+from transport.toml_table import ConfigError as ConfigError
+from transport.toml_table import Table, shown
 from transport.toml_text import pairs
 
-TOY = "toy"
 DTYPES = ("bfloat16", "float32")
 DRAFTERS = ("off", "lookup", "model")
 MAX_CONFIG_BYTES = 1 << 20
 MAX_RINGS = 64
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-_TCP = re.compile(r"tcp://(?P<host>[^\s:/\[\]]+|\[[0-9A-Fa-f:.%a-z0-9]+\]):(?P<port>[0-9]{1,5})")
+MAX_DOTS = 256
 _HTTP = re.compile(r"(?P<host>[^\s:/\[\]]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})")
-_ANYWHERE = ("*", "0.0.0.0", "[::]")
-_ADVICE = "write tcp://host:port or ipc://path"
-
-
-class ConfigError(ValueError):
-    """ring.toml can't be used. key: dotted, None where the text is no TOML; line: from 1."""
-
-    def __init__(self, file: str, line: int, key: str | None, message: str) -> None:
-        super().__init__(f"{file}:{line}: {key + ': ' if key else ''}{message}")
-        self.key = key
-        self.line = line
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +46,8 @@ class Coordinator:
     draft_model: as Model.path, for the drafter "model".
     draft_depth: most verify frames of a turn in flight; draft_tokens: most drafts of one frame;
     None for as many as pay. verify_share: of the warm turns, run again cold in idle time and
-    compared; 0 for none.
+    compared; 0 for none. public_key and secret_key_file: of CURVE, both or neither; where the
+    coordinator has them every stage has.
     """
 
     http: str = "127.0.0.1:8000"
@@ -67,6 +56,8 @@ class Coordinator:
     draft_tokens: int | None = None
     verify_share: float = 0.0
     draft_model: str | None = None
+    public_key: str | None = None
+    secret_key_file: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +69,8 @@ class Limits:
     ring, None for as many as keep the stages busy. frame_timeout_s: a frame without a verdict for
     this long counts as lost. idle_ttl_s: rows that nobody has used for so long are freed, 0 for
     never. park_bytes: host memory per stage for rows of conversations that lost their slot.
-    resume_s: a turn whose ring was lost fails when no ring is ready after this long.
+    resume_s: a turn whose ring was lost fails when no ring is ready after this long. From
+    deadline_s on: of the HTTP API.
     """
 
     slots: int = 4
@@ -95,13 +87,18 @@ class Limits:
     park_bytes: int = 0
     send_timeout_s: float = 10.0
     max_frame_bytes: int = MAX_PAYLOAD_BYTES
+    deadline_s: float = 3600.0
+    per_key_turns: int = 0
+    write_timeout_s: float = 30.0
+    connections: int = 512
+    drain_s: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
     """One daemon. address: where others send its frames; bind: where it listens, if different.
 
-    layers: [first, last).
+    layers: [first, last). public_key (Z85) and secret_key_file (absolute): of CURVE.
     """
 
     name: str
@@ -110,6 +107,8 @@ class Stage:
     device: str = "cpu"
     threads: int = 1
     bind: str | None = None
+    public_key: str | None = None
+    secret_key_file: str | None = None
 
     @property
     def listen(self) -> str:
@@ -184,6 +183,9 @@ def load(path: str | os.PathLike[str]) -> Config:
 
 def loads(text: str, *, folder: str | os.PathLike[str] = ".", file: str = "ring.toml") -> Config:
     """Check a ring.toml's text; relative paths mean relative to `folder`. Raises ConfigError."""
+    for number, line_text in enumerate(text.splitlines(), 1):
+        if line_text.count(".") > MAX_DOTS:  # tomllib takes hours for a key of 100,000 parts
+            raise ConfigError(file, number, None, f"more than {MAX_DOTS} dots in a line")
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -192,7 +194,9 @@ def loads(text: str, *, folder: str | os.PathLike[str] = ".", file: str = "ring.
         raise ConfigError(file, line, None, f"not TOML: {error}") from None
     except RecursionError:
         raise ConfigError(file, 1, None, "not TOML: nested too deeply") from None
-    top = _Table(data, (), key_lines(text), file, Path(folder).absolute())
+    except ValueError:  # what Python makes of a number with more than 4,300 digits
+        raise ConfigError(file, _longest_line(text), None, "not TOML: a number too long") from None
+    top = Table(data, (), key_lines(text), file, Path(folder).absolute())
     config = Config(
         model=_model(top.table("model")),
         coordinator=_coordinator(top.table("coordinator", required=False)),
@@ -202,7 +206,13 @@ def loads(text: str, *, folder: str | os.PathLike[str] = ".", file: str = "ring.
     )
     top.finish()
     _unique(config, top)
+    _keyed(config, top)
     return config
+
+
+def _longest_line(text: str) -> int:
+    lines = text.splitlines()
+    return max(range(len(lines)), key=lambda index: len(lines[index]), default=0) + 1
 
 
 def dumps(config: Config) -> str:
@@ -218,153 +228,27 @@ def dumps(config: Config) -> str:
     return "\n".join(lines) + "\n"
 
 
-class _Table:
-    """One table of the file: hands out its keys, each checked, and then refuses what is left."""
-
-    def __init__(
-        self,
-        data: dict[str, Any],
-        path: tuple[str | int, ...],
-        lines: dict[tuple[str | int, ...], int],
-        file: str,
-        folder: Path,
-    ) -> None:
-        self.data = data
-        self.folder = folder
-        self._path = path
-        self._lines = lines
-        self._file = file
-        self._known: list[str] = []
-
-    def fail(self, message: str, *key: str | int) -> NoReturn:
-        """Raise ConfigError at a key of this table, or at the table itself."""
-        path = self._path + key
-        at = path
-        while at and at not in self._lines:
-            at = at[:-1]
-        dotted = ""
-        for part in path:
-            dotted += f"[{part}]" if isinstance(part, int) else f".{part}" if dotted else part
-        raise ConfigError(self._file, self._lines.get(at, 1), dotted or None, message)
-
-    def take(self, key: str, kind: type, default: Any = MISSING) -> Any:
-        """The value of a key, of exactly that type (an integer passes for a float)."""
-        self._known.append(key)
-        if key not in self.data:
-            if default is MISSING:
-                self.fail(f"missing key {key!r}")
-            return default
-        value = self.data[key]
-        if kind is float and type(value) is int:
-            value = float(value)
-        if type(value) is not kind:
-            self.fail(f"must be {_WORDS[kind]}, not {_shown(value)}", key)
-        return value
-
-    def integer(self, key: str, low: int, high: int, default: Any = MISSING) -> Any:
-        """An integer in [low, high]; the default is not checked."""
-        value = self.take(key, int, default)
-        if key in self.data and not low <= value <= high:
-            self.fail(f"must be from {low} to {high}, not {value}", key)
-        return value
-
-    def seconds(
-        self, key: str, low: float, high: float, default: float, unit: str = " seconds"
-    ) -> float:
-        """Seconds (or what `unit` says) in [low, high]."""
-        value: float = self.take(key, float, default)
-        if not low <= value <= high:
-            self.fail(f"must be from {low:g} to {high:g}{unit}, not {value:g}", key)
-        return value
-
-    def name(self, key: str) -> str:
-        """A name that is safe in file names, logs and metrics."""
-        value: str = self.take(key, str)
-        if not _NAME.fullmatch(value):
-            self.fail(f"must be 1 to 64 of A-Z a-z 0-9 _ . -, not {_shown(value)}", key)
-        return value
-
-    def address(self, key: str, *, listen: bool = False) -> str:
-        """A link address; relative ipc paths are resolved. Wildcard hosts only to listen on."""
-        value: str = self.take(key, str)
-        if value.startswith("ipc://") and len(value) > 6:
-            value = f"ipc://{self.folder / value[6:]}"
-            if len(value.encode()) > 107 + 6:
-                self.fail(f"{value}: the path is over 107 bytes", key)
-            return value
-        found = _TCP.fullmatch(value)
-        if found is None or not 1 <= int(found["port"]) <= 65535:
-            self.fail(f"{_shown(value)} is no address: {_ADVICE}", key)
-        if found["host"] in _ANYWHERE and not listen:
-            self.fail(
-                f"{value} can't be sent to: give the machine's address, and this as `bind`", key
-            )
-        return value
-
-    def model(self, key: str) -> str:
-        """A model's absolute path, or "toy"."""
-        path: str = self.take(key, str)
-        if not path or "\0" in path:
-            self.fail('must be a file, a folder or "toy"', key)
-        return path if path == TOY else str(self.folder / Path(path).expanduser())
-
-    def table(self, key: str, *, required: bool = True) -> _Table:
-        """A table within this one; an empty one where it is not required and not there."""
-        data = self.take(key, dict, MISSING if required else {})
-        return _Table(data, (*self._path, key), self._lines, self._file, self.folder)
-
-    def tables(self, key: str, most: int) -> list[_Table]:
-        """An array of 1 to `most` tables."""
-        items = self.take(key, list)
-        path = (*self._path, key)
-        for index, item in enumerate(items):
-            if type(item) is not dict:
-                self.fail(f"must be a table, [[{key}]], not {_shown(item)}", key, index)
-        if not 1 <= len(items) <= most:
-            self.fail(f"must be 1 to {most} tables, not {len(items)}", key)
-        return [
-            _Table(item, (*path, index), self._lines, self._file, self.folder)
-            for index, item in enumerate(items)
-        ]
-
-    def finish(self) -> None:
-        """Refuse the first key that nobody asked for."""
-        for key in self.data:
-            if key not in self._known:
-                close = difflib.get_close_matches(key, self._known, 1)
-                hint = (
-                    f"did you mean {close[0]!r}?" if close else f"known: {', '.join(self._known)}"
-                )
-                self.fail(f"unknown key; {hint}", key)
-
-
-_WORDS = {
-    str: "a string", int: "an integer", float: "a number", bool: "true or false",
-    list: "an array", dict: "a table",
-}  # fmt: skip
-
-
-def _model(table: _Table) -> Model:
+def _model(table: Table) -> Model:
     path = table.model("path")
     name = table.take("name", str, Path(path).name.removesuffix(".gguf") or TOY)
     if not 1 <= len(name) <= 128 or not name.isprintable():
         table.fail("must be 1 to 128 printable characters", "name")
     dtype = table.take("dtype", str, "bfloat16")
     if dtype not in DTYPES:
-        table.fail(f"must be one of {', '.join(DTYPES)}, not {_shown(dtype)}", "dtype")
+        table.fail(f"must be one of {', '.join(DTYPES)}, not {shown(dtype)}", "dtype")
     exact = table.take("exact", bool, True)
     table.finish()
     return Model(path, name, dtype, exact)
 
 
-def _coordinator(table: _Table) -> Coordinator:
+def _coordinator(table: Table) -> Coordinator:
     http = table.take("http", str, Coordinator().http)
     found = _HTTP.fullmatch(http)
     if found is None or int(found["port"]) > 65535:
-        table.fail(f"must be host:port, not {_shown(http)}", "http")
+        table.fail(f"must be host:port, not {shown(http)}", "http")
     drafter = table.take("drafter", str, Coordinator().drafter)
     if drafter not in DRAFTERS:
-        table.fail(f"must be one of {', '.join(DRAFTERS)}, not {_shown(drafter)}", "drafter")
+        table.fail(f"must be one of {', '.join(DRAFTERS)}, not {shown(drafter)}", "drafter")
     model = table.model("draft_model") if "draft_model" in table.data else None
     if drafter == "model" and model is None:
         table.fail("'model' needs the key 'draft_model': a small model's path", "drafter")
@@ -373,11 +257,12 @@ def _coordinator(table: _Table) -> Coordinator:
     share = table.take("verify_share", float, 0.0)
     if not 0.0 <= share <= 1.0:
         table.fail(f"must be from 0 to 1, not {share:g}", "verify_share")
+    public, secret = table.keys()
     table.finish()
-    return Coordinator(http, drafter, depth, tokens, share, model)
+    return Coordinator(http, drafter, depth, tokens, share, model, public, secret)
 
 
-def _emulate(table: _Table) -> Emulate:
+def _emulate(table: Table) -> Emulate:
     emulate = Emulate(
         delay_ms=table.seconds("delay_ms", 0, 60_000, 0.0, ""),
         jitter_ms=table.seconds("jitter_ms", 0, 60_000, 0.0, ""),
@@ -388,10 +273,10 @@ def _emulate(table: _Table) -> Emulate:
     return emulate
 
 
-def _limits(table: _Table) -> Limits:
+def _limits(table: Table) -> Limits:
     base = Limits()
     limits = Limits(
-        slots=table.integer("slots", 1, 1024, base.slots),
+        slots=table.integer("slots", 1, MAX_SLOTS, base.slots),
         max_model_len=table.integer("max_model_len", 16, 1 << 20, base.max_model_len),
         chunk_tokens=table.integer("chunk_tokens", 8, 1 << 16, base.chunk_tokens),
         shared_chunk_tokens=table.integer(
@@ -409,6 +294,11 @@ def _limits(table: _Table) -> Limits:
         max_frame_bytes=table.integer(
             "max_frame_bytes", 1 << 20, MAX_PAYLOAD_BYTES, base.max_frame_bytes
         ),
+        deadline_s=table.seconds("deadline_s", 0.1, 86400, base.deadline_s),
+        per_key_turns=table.integer("per_key_turns", 0, 1 << 20, base.per_key_turns),
+        write_timeout_s=table.seconds("write_timeout_s", 0.1, 86400, base.write_timeout_s),
+        connections=table.integer("connections", 1, 1 << 16, base.connections),
+        drain_s=table.seconds("drain_s", 0.0, 86400, base.drain_s),
     )
     table.finish()
     if limits.lost_after_s < 2 * limits.heartbeat_s:
@@ -420,7 +310,7 @@ def _limits(table: _Table) -> Limits:
     return limits
 
 
-def _ring(table: _Table) -> Ring:
+def _ring(table: Table) -> Ring:
     name = table.name("name")
     verdicts = table.address("verdicts")
     bind = table.address("bind", listen=True) if "bind" in table.data else None
@@ -445,26 +335,27 @@ def _ring(table: _Table) -> Ring:
     return Ring(name, verdicts, tuple(stages), bind)
 
 
-def _stage(table: _Table) -> Stage:
+def _stage(table: Table) -> Stage:
     name = table.name("name")
     address = table.address("address")
     layers = table.take("layers", list)
     if len(layers) != 2 or any(type(each) is not int for each in layers):
-        table.fail(f"must be [first, last), two integers, not {_shown(layers)}", "layers")
+        table.fail(f"must be [first, last), two integers, not {shown(layers)}", "layers")
     first, last = layers
     if not 0 <= first < last <= 1 << 16:
-        table.fail(f"must be [first, last) with 0 <= first < last, not {_shown(layers)}", "layers")
+        table.fail(f"must be [first, last) with 0 <= first < last, not {shown(layers)}", "layers")
     device = table.take("device", str, "cpu")
     if not re.fullmatch(r"cpu|[a-z]+(:[0-9]{1,3})?", device):
-        table.fail(f"must be like cpu or cuda:0, not {_shown(device)}", "device")
+        table.fail(f"must be like cpu or cuda:0, not {shown(device)}", "device")
     threads = table.integer("threads", 1, 1024, 1)
     bind = table.address("bind", listen=True) if "bind" in table.data else None
     table.take("bind", str, None)
+    public, secret = table.keys()
     table.finish()
-    return Stage(name, address, (first, last), device, threads, bind)
+    return Stage(name, address, (first, last), device, threads, bind, public, secret)
 
 
-def _unique(config: Config, top: _Table) -> None:
+def _unique(config: Config, top: Table) -> None:
     names: dict[str, str] = {}
     addresses: dict[str, str] = {}
 
@@ -482,6 +373,32 @@ def _unique(config: Config, top: _Table) -> None:
             claim(addresses, stage.address, owner, "ring", i, "stage", j, "address")
 
 
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+def _keyed(config: Config, top: Table) -> None:
+    """Keys for all or for nobody, and none for two: a link must know whom it lets in."""
+    owners: dict[str | None, str] = {config.coordinator.public_key: "the coordinator"}
+    keyed = [config.coordinator.public_key is not None]
+    keyed += [stage.public_key is not None for ring in config.rings for stage in ring.stages]
+    if not any(keyed):
+        return
+    advice = "others in this file have one, so every process needs one: kvring keygen"
+    if not keyed[0]:
+        where = ["coordinator"] if "coordinator" in top.data else []
+        top.fail(f"the coordinator has no 'public_key'; {advice}", *where)
+    for i, ring in enumerate(config.rings):
+        for j, stage in enumerate(ring.stages):
+            at: tuple[str | int, ...] = ("ring", i, "stage", j)
+            if stage.public_key is None:
+                top.fail(f"stage {stage.name!r} has no 'public_key'; {advice}", *at)
+            if stage.public_key in owners:
+                owner = owners[stage.public_key]
+                key = "public_key" if "public_key" in _raw(top, at) else "public_key_file"
+                top.fail(f"stage {stage.name!r} has the key of {owner}", *at, key)
+            owners[stage.public_key] = f"stage {stage.name!r}"
+
+
+def _raw(top: Table, path: tuple[str | int, ...]) -> dict[str, object]:
+    found: object = top.data
+    for part in path:
+        found = found[part]  # type: ignore[index]
+    assert isinstance(found, dict), path
+    return found

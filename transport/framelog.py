@@ -19,7 +19,7 @@ from zlib import crc32
 import msgpack
 
 from transport.codec import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, decode, decode_header, encode
-from transport.frame import Buffer, Envelope, Frame, FrameError
+from transport.frame import Buffer, Envelope, Frame, FrameError, Tensor
 
 MAGIC = b"\x89KVRLOG\n"  # not text, and a changed line end is noticed
 VERSION = 1
@@ -103,6 +103,22 @@ class LogRecord:
         return decode([self.header, self.data])
 
 
+@dataclass(slots=True)  # not frozen: one is made per frame, and that would cost three times as much
+class Unwritten:
+    """One frame as it is to be recorded. envelope: None for a local one.
+
+    header: of the frame's message, where it is at hand, so that it is not encoded again.
+    """
+
+    mono_ns: int
+    wall_ns: int
+    direction: Direction
+    link: str
+    frame: Frame
+    envelope: Envelope | None = None
+    header: Buffer | None = None
+
+
 class FrameLogWriter:
     """Appends records to a binary file object that is at its start; flushing is the caller's."""
 
@@ -116,7 +132,7 @@ class FrameLogWriter:
         assert len(packed) <= MAX_LOG_HEADER_BYTES, header
         start = MAGIC + _U32x2.pack(VERSION, len(packed))
         self.bytes_written = 0
-        self._write(start + _U32.pack(crc32(packed, crc32(start))) + packed)
+        self.write(start + _U32.pack(crc32(packed, crc32(start))) + packed)
 
     def record(
         self,
@@ -129,26 +145,40 @@ class FrameLogWriter:
         envelope: Envelope | None = None,
     ) -> None:
         """Append one frame; envelope is None for a local one. Raises what the file raises."""
-        parts = encode(frame, envelope or self._self)
-        header = parts[0]
-        data: Buffer = parts[1] if len(parts) > 1 else b""
-        size = memoryview(data).nbytes
-        payloads = self._payloads
+        self.write(self.pack(Unwritten(mono_ns, wall_ns, direction, link, frame, envelope)))
+
+    def pack(self, wanted: Unwritten) -> bytes:
+        """One record's bytes."""
+        envelope, payloads = wanted.envelope, self._payloads
+        payload: Tensor | None = getattr(wanted.frame, "payload", None)
+        header = wanted.header
+        if header is None:
+            header = encode(wanted.frame, envelope or self._self)[0]
+        data: Buffer = b"" if payload is None else memoryview(payload.data).cast("B")
+        size = len(data)
         if payloads is Payloads.NONE or (size == 0 and payloads is Payloads.DIGEST):
             data = b""
         elif payloads is Payloads.DIGEST:
             data = blake2b(data, digest_size=DIGEST_BYTES).digest()
-        name = link.encode()
+        name = wanted.link.encode()
         number = envelope.number if envelope else 0
         fixed = _BODY.pack(
-            mono_ns, wall_ns, direction, payloads, len(name), len(header), number, size
+            wanted.mono_ns,
+            wanted.wall_ns,
+            wanted.direction,
+            payloads,
+            len(name),
+            len(header),
+            number,
+            size,
         )
         head = b"".join((fixed, name, header))
         check = crc32(data, crc32(head))
-        start = _START_OF_RECORD.pack(_MARK, len(head) + memoryview(data).nbytes, check)
-        self._write(b"".join((start, _U32.pack(crc32(start)), head, data)))
+        start = _START_OF_RECORD.pack(_MARK, len(head) + len(data), check)
+        return b"".join((start, _U32.pack(crc32(start)), head, data))
 
-    def _write(self, data: bytes) -> None:
+    def write(self, data: bytes) -> None:
+        """Append the bytes of packed records. Raises what the file raises."""
         left = memoryview(data)
         while left:
             done = self._file.write(left)
@@ -180,6 +210,12 @@ class FrameLogReader:
     def offset(self) -> int:
         """Where the next record starts; after the end, the length of the intact part."""
         return self._at
+
+    def resume(self) -> None:
+        """The file may have grown since the iteration ended: go on where the intact part ended."""
+        self._file.seek(self._at)
+        self._done = False
+        self.torn_bytes = 0
 
     def __iter__(self) -> Iterator[LogRecord]:
         return self
@@ -219,7 +255,9 @@ class FrameLogReader:
         if version != VERSION:
             raise FrameLogError(0, f"frame log version {version}, this reader knows {VERSION}")
         try:
-            plain = msgpack.unpackb(packed, max_map_len=0, max_ext_len=0)
+            plain = msgpack.unpackb(
+                packed, max_array_len=len(fields(LogHeader)), max_map_len=0, max_ext_len=0
+            )
         except (ValueError, TypeError, RecursionError, msgpack.UnpackException):
             raise FrameLogError(0, "a frame log header that is not msgpack") from None
         types = [str, str, int, str, int, int, str]

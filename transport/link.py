@@ -1,9 +1,11 @@
-"""Owns the sockets: PUSH and PULL links that carry numbered frames; the only file that imports zmq.
+"""Owns the links: PUSH and PULL sockets that carry numbered frames; the only file with aiozmq.
 
 Two pairs with the same meaning: PushLink and PullLink block and belong to one thread (a stage's
 compute thread); open_push and open_pull run in an event loop on aiozmq. Knows no stage, turn or
-policy. What can't be decoded, is repeated, or comes from a dead incarnation is counted and dropped
-here; a jump in the numbers is delivered as a LinkGap before the frame that shows it.
+policy. With keys (Security) a link is encrypted, a PULL side lets in the allowed keys only, and
+large frames travel in pieces (transport.pieces). What can't be decoded, is repeated, or comes from
+a dead incarnation is counted and dropped here; a jump in the numbers is delivered as a LinkGap
+before the frame that shows it.
 
 Three mistakes make an aiozmq socket deaf for ever (stock loop and uvloop), so no transport leaves
 this file: repr() of a transport eats the edge-triggered fd (never log one), an exception out of
@@ -15,63 +17,47 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import aiozmq
 import zmq
 
-from transport.address import listening, numeric
 from transport.codec import MAX_HEADER_BYTES, MAX_PARTS, MAX_PAYLOAD_BYTES
 from transport.emulate import Air, Deliver, Emulate, Line
-from transport.frame import Buffer, Envelope, Frame
+from transport.frame import Buffer, Envelope, Frame, LinkGap
+from transport.keys import Security as Security
 from transport.numbering import Inbox, LinkCounts, OnDrop, Outbox
+from transport.peers import OnPeer, PeerWatch
+from transport.peers import PeerEvent as PeerEvent
+from transport.pieces import most_pieces, split
+from transport.sockets import (
+    EVENTS,
+    bind,
+    endpoint,
+    explain,
+    meaning,
+    open_socket,
+    reconnect,
+    shut_door,
+    watch,
+)
+from transport.sockets import HWM_FRAMES as HWM_FRAMES
+from transport.sockets import LinkError as LinkError
+from transport.sockets import make_keys as make_keys
+from transport.sockets import public_of as public_of
 
-HWM_FRAMES = 1000  # far above any scheduler window (stages + 1), which is what bounds memory
 BIND_PATIENCE_S = 1.0  # libzmq releases a closed socket's address a moment later
 COPY_BYTES = 1 << 20  # a smaller part is copied when sent: passing a reference costs more
 VIEW_BYTES = 1 << 16  # a larger part is received as a view: a copy costs more
 SEND_TIMEOUT_S = 10.0
+LOOK_S = 0.2  # a blocked sender looks so often whether it has to connect again
+RECONNECT_S = 1.0  # after a refusal; libzmq does it by itself after all other failures
 
 OnFrame: TypeAlias = Callable[[Frame, Envelope], None]
-
-
-class LinkError(OSError):
-    """A link can't be opened, or its peer takes no frames; the message says what to do."""
-
-
-@dataclass(frozen=True, slots=True)
-class Security:
-    """CURVE keys of one side, Z85 text of 40 characters each; None anywhere means plain sockets.
-
-    server_key: the PULL side's public key, needed to push. Clients are encrypted but not yet
-    checked against a list of allowed keys.
-    """
-
-    public_key: str
-    secret_key: str
-    server_key: str | None = None
-
-
-def make_keys() -> tuple[str, str]:
-    """A new CURVE pair (public, secret) as Z85 text, from the system's randomness."""
-    public, secret = zmq.curve_keypair()
-    return public.decode(), secret.decode()
-
-
-@dataclass(frozen=True, slots=True)
-class PeerEvent:
-    """What a socket monitor saw. event: "connected", "disconnected" or "refused" (handshake)."""
-
-    link: str
-    event: str
-    address: str
-
-
-OnPeer: TypeAlias = Callable[[PeerEvent], None]
 
 
 class PushLink:
@@ -81,7 +67,8 @@ class PushLink:
     socket and must be unique among the senders of that peer (a stage's heartbeats leave through
     another socket than its frames: "s0/control" and "s0"); incarnation is the process's random
     63-bit life number. emulate: frames take their time, and the thread that delivers them owns the
-    socket from then on. Raises LinkError for an address that is none.
+    socket from then on. on_peer hears of the peer's coming and going, in a thread of its own.
+    Raises LinkError for an address that is none.
     """
 
     def __init__(
@@ -94,18 +81,24 @@ class PushLink:
         max_bytes: int = MAX_PAYLOAD_BYTES,
         security: Security | None = None,
         emulate: Emulate | None = None,
+        on_peer: OnPeer | None = None,
     ) -> None:
         self.address = address
+        self.header: Buffer = b""  # of the last frame that was sent, as it was encoded
         self._timeout_s = timeout_s
+        self._pieces = security is not None
         self._outbox = Outbox(sender, incarnation, max_bytes)
-        self._socket = _socket(zmq.PUSH, address, max_bytes, security)
-        self._socket.sndtimeo = round(timeout_s * 1000)
+        self._socket = open_socket(zmq.PUSH, address, max_bytes, security)
+        self._socket.sndtimeo = round(min(timeout_s, LOOK_S) * 1000)
         self._socket.copy_threshold = COPY_BYTES
+        self._refused = threading.Event()
+        self._on_peer = on_peer
+        watch(self._socket, sender, self._hear)
         try:
             self._socket.connect(address)
         except zmq.ZMQError as error:
             self._socket.close()
-            raise _explain("connect to", address, error) from None
+            raise explain("connect to", address, error) from None
         self._air = _air(emulate, sender, self._land)
 
     def send(self, frame: Frame) -> Envelope:
@@ -115,22 +108,43 @@ class PushLink:
         timeout_s (the frame is then neither sent nor numbered), FrameError when it is too large.
         """
         parts = self._outbox.pack(frame)
+        self.header = parts[0]
         if self._air is None:
             self._write(parts)
         elif not self._air.put(parts):
             raise _behind(self.address)
         return self._outbox.sent()
 
+    def _hear(self, event: PeerEvent) -> None:
+        if event.event == "refused":
+            self._refused.set()
+        if self._on_peer is not None:
+            self._on_peer(event)
+
     def _write(self, parts: Sequence[Buffer]) -> None:
+        if self._pieces:
+            parts = split(parts)
+        deadline = time.monotonic() + self._timeout_s
+        while not self._put(parts):
+            if time.monotonic() >= deadline:
+                raise LinkError(
+                    errno.ETIMEDOUT,
+                    f"{self.address} took no frame for {self._timeout_s:g} s; "
+                    "is that process running?",
+                )
+
+    def _put(self, parts: Sequence[Buffer]) -> bool:
+        """Hand one message to libzmq; False when it took nothing for LOOK_S."""
+        if self._refused.is_set():
+            self._refused.clear()
+            reconnect(self._socket, self.address)
         try:
             for part in parts[:-1]:
                 self._socket.send(part, zmq.SNDMORE)
             self._socket.send(parts[-1], copy=False)  # blocks on a message's first part only
         except zmq.Again:
-            raise LinkError(
-                errno.ETIMEDOUT,
-                f"{self.address} took no frame for {self._timeout_s:g} s; is that process running?",
-            ) from None
+            return False
+        return True
 
     def _land(self, parts: Sequence[Buffer]) -> None:
         with contextlib.suppress(LinkError):  # its sender is far on; the receiver sees the gap
@@ -147,8 +161,9 @@ class PullLink:
     """The receiving end of any number of links, blocking; use it from one thread only.
 
     address: where to bind, or with port * any free one (then see `address`). link names it
-    where messages are dropped: on_drop(reason) hears of each. Raises LinkError when the address
-    is in use or is none.
+    where messages are dropped: on_drop(reason) hears of the 1st, 2nd, 4th, 8th and so on; on_peer,
+    in a thread of its own, of peers that come, go and are refused. Raises LinkError when the
+    address is in use or is none.
     """
 
     def __init__(
@@ -159,20 +174,26 @@ class PullLink:
         max_bytes: int = MAX_PAYLOAD_BYTES,
         security: Security | None = None,
         on_drop: OnDrop | None = None,
+        on_peer: OnPeer | None = None,
     ) -> None:
         self._inbox = Inbox(link, on_drop)
+        self._most_parts = _most_parts(max_bytes, security)
         self._ready: deque[tuple[Frame, Envelope]] = deque()  # at most a frame behind its gap
-        self._socket = _socket(zmq.PULL, address, max_bytes, security)
+        self._socket = open_socket(zmq.PULL, address, max_bytes, security)
+        if on_peer is not None:
+            watch(self._socket, link, on_peer)
         self._timeout_ms = -1  # libzmq's word for no timeout, the socket's default
         self.envelope: Envelope | None = None  # of the frame that recv returned last
+        self.header: Buffer | None = None  # of its message; None for a LinkGap
+        self._last: Buffer = b""  # the last message's header; its tensor is not kept
         deadline = time.monotonic() + BIND_PATIENCE_S
         try:
-            while not _bind(self._socket, address, last=time.monotonic() >= deadline):
+            while not bind(self._socket, address, last=time.monotonic() >= deadline):
                 time.sleep(0.05)
         except LinkError:
-            self._socket.close()
+            self.close()
             raise
-        self.address = _endpoint(self._socket)
+        self.address = endpoint(self._socket)
 
     @property
     def counts(self) -> LinkCounts:
@@ -192,11 +213,13 @@ class PullLink:
                     parts = self._parts()
                 except zmq.Again:
                     return None
+                self._last = parts[0]
                 self._ready.extend(self._inbox.take(parts))
                 if self._ready:
                     break
                 self._wait_at_most(deadline - time.monotonic())
         frame, self.envelope = self._ready.popleft()
+        self.header = None if isinstance(frame, LinkGap) else self._last
         return frame
 
     def _wait_at_most(self, timeout_s: float) -> None:
@@ -210,21 +233,27 @@ class PullLink:
         parts: list[Buffer] = [message.bytes]
         while message.more:
             message = self._socket.recv(copy=False)
-            if len(parts) <= MAX_PARTS:  # one too many shows; what follows it need not be kept
+            if (
+                len(parts) <= self._most_parts
+            ):  # one too many shows; what follows it need not be kept
                 parts.append(message.bytes if len(message) < VIEW_BYTES else message.buffer)
         return parts
 
     def close(self) -> None:
         """Close and release the address; messages not yet received are lost."""
+        shut_door(self._socket)
         self._socket.close(linger=0)
 
 
 class AsyncPull:
     """The receiving end in an event loop; made by open_pull."""
 
-    def __init__(self, protocol: _Protocol, inbox: Inbox, address: str) -> None:
+    def __init__(
+        self, protocol: _Protocol, inbox: Inbox, raw: zmq.Socket[bytes], address: str
+    ) -> None:
         self._protocol = protocol
         self._inbox = inbox
+        self._raw = raw
         self.address = address
 
     @property
@@ -241,6 +270,8 @@ class AsyncPull:
 
     async def close(self) -> None:
         """Close and release the address. Never raises a callback's error; wait() does."""
+        if not self._protocol.lost.done():
+            shut_door(self._raw)
         await self._protocol.close()
 
 
@@ -248,11 +279,18 @@ class AsyncPush:
     """The sending end in an event loop; made by open_push."""
 
     def __init__(
-        self, protocol: _Protocol, outbox: Outbox, address: str, emulate: Emulate | None
+        self,
+        protocol: _Protocol,
+        outbox: Outbox,
+        address: str,
+        emulate: Emulate | None,
+        pieces: bool,
     ) -> None:
         self._protocol = protocol
+        self._pieces = pieces
         self._outbox = outbox
         self.address = address
+        self.header: Buffer = b""  # of the last frame that was sent, as it was encoded
         self._loop = asyncio.get_running_loop()
         self._air = _air(emulate, outbox.next.sender, self._land)
 
@@ -265,11 +303,15 @@ class AsyncPush:
         """
         self._check()
         parts = self._outbox.pack(frame)
+        self.header = parts[0]
         if self._air is None:
-            self._protocol.transport.write(parts)
+            self._write(parts)
         elif not self._air.put(parts):
             raise _behind(self.address)
         return self._outbox.sent()
+
+    def _write(self, parts: Sequence[Buffer]) -> None:
+        self._protocol.transport.write(split(parts) if self._pieces else parts)
 
     def _check(self) -> None:
         if self._protocol.lost.done():
@@ -284,7 +326,7 @@ class AsyncPush:
     def _write_late(self, parts: Sequence[Buffer]) -> None:
         with contextlib.suppress(LinkError):  # its sender is far on; the receiver sees the gap
             self._check()
-            self._protocol.transport.write(parts)
+            self._write(parts)
 
     async def wait(self) -> None:
         """Return when the link is closed; raise what the socket raised."""
@@ -319,16 +361,17 @@ async def open_pull(
         for frame, envelope in inbox.take(parts):
             on_frame(frame, envelope)
 
-    raw = _socket(zmq.PULL, address, max_bytes, security)
+    raw = open_socket(zmq.PULL, address, max_bytes, security)
     protocol = await _open(raw, _Protocol(link, on_message, on_peer))
     deadline = time.monotonic() + BIND_PATIENCE_S
     try:
-        while not _bind(raw, address, last=time.monotonic() >= deadline):
+        while not bind(raw, address, last=time.monotonic() >= deadline):
             await asyncio.sleep(0.05)
     except LinkError:
+        shut_door(raw)
         await protocol.close()
         raise
-    return AsyncPull(protocol, inbox, _endpoint(raw))
+    return AsyncPull(protocol, inbox, raw, endpoint(raw))
 
 
 async def open_push(
@@ -342,14 +385,36 @@ async def open_push(
     emulate: Emulate | None = None,
 ) -> AsyncPush:
     """Connect a PUSH socket in the running loop; see PushLink for the parameters and errors."""
-    raw = _socket(zmq.PUSH, address, max_bytes, security)
-    protocol = await _open(raw, _Protocol(sender, None, on_peer))
+    raw = open_socket(zmq.PUSH, address, max_bytes, security)
+    loop, again = asyncio.get_running_loop(), False  # again: it will connect again soon
+
+    def hear(event: PeerEvent) -> None:
+        nonlocal again
+        if event.event == "refused" and not again:
+            again = True
+            loop.call_later(RECONNECT_S, connect_again)
+        if on_peer is not None:
+            on_peer(event)
+
+    def connect_again() -> None:
+        nonlocal again
+        again = False
+        if not protocol.lost.done():
+            reconnect(raw, address)
+
+    protocol = await _open(raw, _Protocol(sender, None, hear))
     try:
         raw.connect(address)
     except zmq.ZMQError as error:
         await protocol.close()
-        raise _explain("connect to", address, error) from None
-    return AsyncPush(protocol, Outbox(sender, incarnation, max_bytes), address, emulate)
+        raise explain("connect to", address, error) from None
+    return AsyncPush(
+        protocol, Outbox(sender, incarnation, max_bytes), address, emulate, security is not None
+    )
+
+
+def _most_parts(max_bytes: int, security: Security | None) -> int:
+    return MAX_PARTS if security is None else most_pieces(max_bytes + MAX_HEADER_BYTES)
 
 
 def _air(emulate: Emulate | None, sender: str, deliver: Deliver) -> Air | None:
@@ -372,7 +437,7 @@ class _Protocol(aiozmq.ZmqProtocol):  # type: ignore[misc]
         self.transport: Any = None
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.on_peer = on_peer
-        self._link = link
+        self._peers = PeerWatch(link)
         self._on_message = on_message
         self._error: BaseException | None = None
 
@@ -391,9 +456,10 @@ class _Protocol(aiozmq.ZmqProtocol):  # type: ignore[misc]
         self._guard(self._on_message, data)
 
     def event_received(self, event: Any) -> None:
-        name = _EVENTS.get(event.event)
-        if name is not None and self.on_peer is not None:
-            self._guard(self.on_peer, PeerEvent(self._link, name, event.endpoint))
+        seen = meaning(event.event, event.value)
+        told = seen and self._peers.take(seen, event.value, event.endpoint)
+        if told and self.on_peer is not None:
+            self._guard(self.on_peer, told)
 
     def _guard(self, callback: Callable[[Any], None], argument: Any) -> None:
         try:
@@ -411,81 +477,10 @@ class _Protocol(aiozmq.ZmqProtocol):  # type: ignore[misc]
         await asyncio.wait([self.lost])
 
 
-_EVENTS = {
-    int(zmq.EVENT_HANDSHAKE_SUCCEEDED): "connected",
-    int(zmq.EVENT_DISCONNECTED): "disconnected",
-    int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "refused",
-    int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): "refused",
-    int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "refused",
-}
-
-
 async def _open(raw: zmq.Socket[bytes], protocol: _Protocol) -> _Protocol:
     """Give the socket to aiozmq; the monitor must be on before it binds or connects."""
     await aiozmq.create_zmq_connection(lambda: protocol, raw.type, zmq_sock=raw)
     protocol.transport.set_write_buffer_limits(high=1 << 62, low=0)
     if protocol.on_peer is not None:
-        await protocol.transport.enable_monitor(sum(_EVENTS))
+        await protocol.transport.enable_monitor(sum(EVENTS))
     return protocol
-
-
-def _socket(
-    kind: zmq.SocketType, address: str, max_bytes: int, security: Security | None
-) -> zmq.Socket[bytes]:
-    raw: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
-    raw.linger = 0
-    raw.set_hwm(HWM_FRAMES)
-    raw.maxmsgsize = max(max_bytes, MAX_HEADER_BYTES)
-    raw.ipv6 = "[" in address
-    raw.tcp_keepalive = 1  # a vanished machine is noticed in 30 s; ZMTP's own heartbeats would
-    raw.tcp_keepalive_idle = 10  # wait behind a large frame on a slow link and cut it
-    raw.tcp_keepalive_intvl = 5
-    raw.tcp_keepalive_cnt = 4
-    raw.reconnect_ivl = 50
-    raw.reconnect_ivl_max = 1000
-    if security is not None:
-        raw.curve_publickey = security.public_key.encode()
-        raw.curve_secretkey = security.secret_key.encode()
-        if kind == zmq.PULL:
-            raw.curve_server = 1
-        elif security.server_key is not None:
-            raw.curve_serverkey = security.server_key.encode()
-    return raw
-
-
-def _bind(raw: zmq.Socket[bytes], address: str, *, last: bool) -> bool:
-    """Bind; False when the address is in use and there is time to try again."""
-    try:
-        if address.startswith("ipc://") and listening(address.removeprefix("ipc://")):
-            raise zmq.ZMQError(errno.EADDRINUSE)  # libzmq would take the path from its owner
-        raw.bind(numeric(address))
-    except zmq.ZMQError as error:
-        if error.errno == errno.EADDRINUSE and not last:
-            return False
-        raise _explain("bind", address, error) from None
-    return True
-
-
-def _explain(action: str, address: str, error: zmq.ZMQError) -> LinkError:
-    advice = {
-        errno.EADDRINUSE: "another process listens there: stop it, or choose another address",
-        errno.EADDRNOTAVAIL: "not an address of this machine: set `bind` beside `address`",
-        errno.ENODEV: "not an address of this machine: set `bind` beside `address`",
-        errno.EINVAL: _FORM,
-        errno.ENOENT: "the folder of the ipc path does not exist: create it",
-        errno.EACCES: "not allowed: choose a port above 1023 or a writable folder",
-        errno.ENAMETOOLONG: "an ipc path has at most 107 bytes: choose a shorter one",
-    }.get(error.errno or 0, "check the address")
-    if not address.startswith(("tcp://", "ipc://")):
-        advice = _FORM
-    why = zmq.strerror(error.errno or 0)
-    return LinkError(error.errno, f"cannot {action} {address}: {why}; {advice}")
-
-
-_FORM = "not an address: write tcp://host:port or ipc://path"
-
-
-def _endpoint(raw: zmq.Socket[bytes]) -> str:
-    found = raw.getsockopt(zmq.LAST_ENDPOINT)
-    assert isinstance(found, bytes)
-    return found.rstrip(b"\0").decode()

@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TypeAlias
+from typing import TypeAlias, get_args
 
 from transport.codec import decode, encode
-from transport.frame import Buffer, Envelope, Frame, FrameError, LinkGap
+from transport.frame import Buffer, Envelope, Frame, FrameError, LinkGap, Wire
+from transport.pieces import join
 
 OnDrop: TypeAlias = Callable[[str], None]
+_CROSSES: tuple[type, ...] = get_args(Wire)
 
 MAX_SENDERS = 256  # remembered per receiver; the least recently heard is forgotten first
 MAX_RETIRED = 8  # earlier incarnations remembered per sender
@@ -75,7 +77,10 @@ class Numbering:
 
 @dataclass(slots=True)
 class LinkCounts:
-    """What arrived on a receiving link since it was opened; frames counts what was delivered."""
+    """What arrived on a receiving link since it was opened; frames counts what was delivered.
+
+    local: inputs that a core only takes from its own process, and that came over the link.
+    """
 
     frames: int = 0
     gaps: int = 0
@@ -83,6 +88,12 @@ class LinkCounts:
     duplicates: int = 0
     stale: int = 0
     undecodable: int = 0
+    local: int = 0
+
+    @property
+    def dropped(self) -> int:
+        """Messages that were not delivered."""
+        return self.duplicates + self.stale + self.undecodable + self.local
 
 
 class Inbox:
@@ -97,7 +108,7 @@ class Inbox:
     def take(self, parts: Sequence[Buffer]) -> list[tuple[Frame, Envelope]]:
         """The frames that one message delivers, in order: none, it, or a LinkGap and it."""
         try:
-            frame, envelope = decode(parts)
+            frame, envelope = decode(join(parts))
         except FrameError as error:
             self.counts.undecodable += 1
             return self._drop(str(error))
@@ -106,6 +117,9 @@ class Inbox:
     def arrived(self, frame: Frame, envelope: Envelope) -> list[tuple[Frame, Envelope]]:
         """The same for a message that was decoded."""
         counts = self.counts
+        if not isinstance(frame, _CROSSES):
+            counts.local += 1
+            return self._drop(f"{envelope}: a {type(frame).__name__}, which crosses no link")
         arrival, expected = self._numbering.place(envelope)
         if arrival is Arrival.DUPLICATE:
             counts.duplicates += 1
@@ -121,8 +135,10 @@ class Inbox:
         return [(LinkGap(envelope.sender, expected, envelope.number), envelope), (frame, envelope)]
 
     def _drop(self, reason: str) -> list[tuple[Frame, Envelope]]:
-        if self._on_drop is not None:
-            self._on_drop(f"{self.link}: {reason}")
+        """Tell of the 1st, 2nd, 4th, 8th, ... only: a flood must not become one of log lines."""
+        count = self.counts.dropped
+        if self._on_drop is not None and count & (count - 1) == 0:
+            self._on_drop(f"{self.link}: {reason} ({count} dropped so far)")
         return []
 
 

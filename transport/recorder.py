@@ -12,21 +12,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
-from transport.frame import Envelope, Frame
-from transport.framelog import Direction, FrameLogWriter, LogHeader, Payloads
+from transport.frame import Buffer, Envelope, Frame
+from transport.framelog import Direction, FrameLogWriter, LogHeader, Payloads, Unwritten
 
 SEGMENT_BYTES = 64 << 20
 TOTAL_BYTES = 1 << 30
+MAX_WAITING = 32  # records: what one event of a core may send; their frames stay in memory
 SUFFIX = ".kvrlog"
 
 
 class Recorder:
     """Records one process's frames as NAME.TIME.SEGMENT.kvrlog in `directory` (made if missing).
 
-    header names the process (its segment number is set here). Each record is one write to the
-    file, so that a killed process loses none. total_bytes bounds all segments of that name, those
-    of earlier lives included; the oldest go first, at a rotation. A disk that is full or gone ends
-    the recording, never the process: see `error`. Raises OSError if it can't start.
+    header names the process (its segment number is set here). Records go to the file as they come,
+    or wait for a `flush`: then several cost one write, when their frames are on their way. What was
+    written a killed process does not lose. total_bytes bounds all segments of that name, those of
+    earlier lives included; the oldest go first, at a rotation. A disk that is full or gone ends the
+    recording, never the process: see `error`. Raises OSError if it can't start.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Recorder:
         self._lock = threading.Lock()
         self._file: IO[bytes] | None = None
         self._segment = 0
+        self._waiting: list[Unwritten] = []  # at most MAX_WAITING
         self.error: str | None = None  # why recording ended early
         directory.mkdir(parents=True, exist_ok=True)
         self._writer = self._open()
@@ -59,23 +62,44 @@ class Recorder:
         frame: Frame,
         *,
         envelope: Envelope | None = None,
+        header: Buffer | None = None,
+        wait: bool = False,
     ) -> None:
-        """Append one frame; see FrameLogWriter.record. Does nothing once recording has ended."""
+        """Append one frame (see framelog.Unwritten), now or with the next flush.
+
+        Does nothing once recording has ended.
+        """
+        wanted = Unwritten(mono_ns, wall_ns, direction, link, frame, envelope, header)
         with self._lock:
             if self._file is None:
                 return
-            try:
-                if self._writer.bytes_written >= self._segment_bytes:
-                    self._file.close()
-                    self._writer = self._open()
-                self._writer.record(mono_ns, wall_ns, direction, link, frame, envelope=envelope)
-            except OSError as error:
-                self.error = f"recording to {self._directory} ended: {error}"
-                self._close()
+            self._waiting.append(wanted)
+            if not wait or len(self._waiting) >= MAX_WAITING:
+                self._flush()
+
+    def flush(self) -> None:
+        """Write what waits, in one piece."""
+        with self._lock:
+            self._flush()
+
+    def _flush(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        if self._file is None or not waiting:
+            return
+        try:
+            if self._writer.bytes_written >= self._segment_bytes:
+                self._file.close()
+                self._writer = self._open()
+            packed = [self._writer.pack(each) for each in waiting]
+            self._writer.write(packed[0] if len(packed) == 1 else b"".join(packed))
+        except OSError as error:
+            self.error = f"recording to {self._directory} ended: {error}"
+            self._close()
 
     def close(self) -> None:
         """End the recording; further records are ignored."""
         with self._lock:
+            self._flush()
             self._close()
 
     def _close(self) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import structlog
 from fastapi import FastAPI, Request
@@ -73,19 +73,26 @@ def respond(error: TurnError, *, retry_after_s: int = 1) -> JSONResponse:
     """The response of an error, with the headers its status asks for."""
     headers = {}
     if error.status in (429, 503):
-        headers["retry-after"] = str(retry_after_s)
+        headers["retry-after"] = str(error.retry_after_s or retry_after_s)
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    if error.status in (408, 413):
+    if error.status in (408, 413) or error.code == "too_many_bodies":
         headers["connection"] = "close"  # the rest of the body is never read
     return JSONResponse(body_of(error), error.status, headers)
 
 
-async def read_body(request: Request, *, limit_bytes: int, timeout_s: float) -> bytes:
+async def read_body(
+    request: Request,
+    *,
+    limit_bytes: int,
+    timeout_s: float,
+    take: Callable[[int], None] = lambda _: None,
+) -> bytes:
     """The whole body, refused before it is held (case 46).
 
-    TurnError 400 for a Content-Length that is no count or not the body's, 413 past the limit by
-    the header or by what really comes, 408 when it does not come in time.
+    take: told of the size of each part, may refuse it. TurnError 400 for a Content-Length that is
+    no count or not the body's, 413 past the limit by the header or by what really comes, 408 when
+    it does not come in time.
     """
     declared: int | None = None
     header = request.headers.get("content-length")
@@ -103,6 +110,7 @@ async def read_body(request: Request, *, limit_bytes: int, timeout_s: float) -> 
                 size += len(part)
                 if size > limit_bytes:
                     raise _too_large(limit_bytes)
+                take(len(part))
                 parts.append(part)
     except TimeoutError:
         raise TurnError(408, "body_timeout", "the request body did not arrive in time") from None

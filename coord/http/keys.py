@@ -1,9 +1,9 @@
 """Owns API keys: their file, their hashes at rest, and whose a given key is. Knows no request.
 
 A line of the file is `NAME:KEY` or `NAME:blake2b$SALT$HASH`, with ` admin` behind it for a key
-that sees everything. The name is the tenant: two keys of one name share their prefixes, so that a
-key can be replaced without losing them. Keys that `new_key` draws have 256 random bits, so a fast
-hash protects them as well as a slow one would.
+that sees everything, and ` turns=N` for one that may run N turns at once. The name is the tenant:
+two keys of one name share their prefixes, so that a key can be replaced without losing them. Keys
+that `new_key` draws have 256 random bits, so a fast hash protects them as well as a slow one would.
 """
 
 from __future__ import annotations
@@ -23,14 +23,19 @@ _HASHED = re.compile(
     rf"{_SCHEME}\$([0-9a-f]{{{2 * _SALT_BYTES}}})\$([0-9a-f]{{{2 * _HASH_BYTES}}})"
 )
 _ADMIN = "admin"
+_TURNS = re.compile(r"turns=([1-9][0-9]{0,5})")
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sends a request. tenant: the key's name in UTF-8; b"" where no keys are configured."""
+    """Who sends a request. tenant: the key's name in UTF-8; b"" where no keys are configured.
+
+    turns: so many may run and wait at once; None for as many as the server's default says.
+    """
 
     tenant: bytes
     admin: bool
+    turns: int | None = None
 
 
 ANYBODY = Caller(b"", admin=True)  # no keys are configured: there is nobody to hide from
@@ -47,8 +52,10 @@ class Key:
     def line(self) -> str:
         """The line of the key file."""
         name = self.caller.tenant.decode("utf-8")
-        mark = f" {_ADMIN}" if self.caller.admin else ""
-        return f"{name}:{_SCHEME}${self.salt.hex()}${self.hash.hex()}{mark}"
+        marks = f" {_ADMIN}" if self.caller.admin else ""
+        if self.caller.turns is not None:
+            marks += f" turns={self.caller.turns}"
+        return f"{name}:{_SCHEME}${self.salt.hex()}${self.hash.hex()}{marks}"
 
 
 class Keyring:
@@ -68,20 +75,20 @@ class Keyring:
         return bool(self._keys)
 
 
-def hold(name: str, key: str, *, admin: bool = False) -> Key:
+def hold(name: str, key: str, *, admin: bool = False, turns: int | None = None) -> Key:
     """A key to be checked against. ValueError for a name that is none, or an empty key."""
     if not _NAME.fullmatch(name):
         raise ValueError(f"a key's name is 1 to 64 of A-Z a-z 0-9 . _ -, not {name!r}")
     if not key:
         raise ValueError(f"the key of {name} is empty")
     salt = secrets.token_bytes(_SALT_BYTES)
-    return Key(Caller(name.encode(), admin), salt, _hash(salt, key.encode("utf-8")))
+    return Key(Caller(name.encode(), admin, turns), salt, _hash(salt, key.encode("utf-8")))
 
 
-def new_key(name: str, *, admin: bool = False) -> tuple[str, Key]:
+def new_key(name: str, *, admin: bool = False, turns: int | None = None) -> tuple[str, Key]:
     """Draw a key: its text, to be shown once, and what is kept of it."""
     key = f"kvr-{secrets.token_urlsafe(32)}"
-    return key, hold(name, key, admin=admin)
+    return key, hold(name, key, admin=admin, turns=turns)
 
 
 def parse_keys(text: str) -> tuple[Key, ...]:
@@ -91,23 +98,40 @@ def parse_keys(text: str) -> tuple[Key, ...]:
         line = raw.strip()
         if not line or line.startswith("#"):
             continue
-        entry, *marks = line.split(None, 1)
+        entry, *marks = line.split()
         name, colon, secret = entry.partition(":")
         if not colon or not secret:
             raise ValueError(f"line {number}: must be NAME:KEY or NAME:{_SCHEME}$SALT$HASH")
-        if marks not in ([], [_ADMIN]):
-            raise ValueError(f"line {number}: only {_ADMIN!r} may follow a key")
+        admin, turns = _read_marks(marks, number)
         hashed = _HASHED.fullmatch(secret)
         if hashed is None and secret.startswith((f"{_SCHEME}$", "scrypt$")):
             raise ValueError(f"line {number}: only hashes that `kvring apikey` writes are known")
         try:
-            key = hold(name, secret, admin=bool(marks))
+            key = hold(name, secret, admin=admin, turns=turns)
         except ValueError as error:
             raise ValueError(f"line {number}: {error}") from None
         if hashed is not None:
             key = Key(key.caller, bytes.fromhex(hashed[1]), bytes.fromhex(hashed[2]))
         keys.append(key)
     return tuple(keys)
+
+
+def holds_plain_keys(text: str) -> bool:
+    """True when a line of a valid file is a key itself, and not its hash."""
+    lines = [line.strip() for line in text.splitlines()]
+    entries = [line.split(None, 1)[0] for line in lines if line and not line.startswith("#")]
+    return not all(_HASHED.fullmatch(entry.partition(":")[2]) for entry in entries)
+
+
+def _read_marks(marks: Sequence[str], number: int) -> tuple[bool, int | None]:
+    """What stands behind a key, each at most once. ValueError names the line."""
+    counts = [found[1] for mark in marks if (found := _TURNS.fullmatch(mark))]
+    admins = marks.count(_ADMIN)
+    if admins > 1 or len(counts) > 1 or admins + len(counts) != len(marks):
+        raise ValueError(
+            f"line {number}: only {_ADMIN!r} and 'turns=N' (1 to 999999) may follow a key"
+        )
+    return bool(admins), int(counts[0]) if counts else None
 
 
 def _hash(salt: bytes, key: bytes) -> bytes:

@@ -20,7 +20,7 @@ from coord.tokenizer import Tokenizer
 
 Event: TypeAlias = Admitted | Tokens | Finished | Failed
 _FINISH = {"token": "stop", "string": "stop", "cancelled": "stop", "length": "length"}
-_TIMEOUT = "timeout"
+_DEADLINE = "deadline"
 
 
 class TurnStream(Protocol):
@@ -128,7 +128,7 @@ class Reply:
     async def deltas(self) -> AsyncGenerator[Delta, None]:
         """Text as it becomes certain. TurnError where the turn failed."""
         loop = asyncio.get_running_loop()
-        timer = loop.call_later(self._wanted.timeout_s, self._stream.cancel, _TIMEOUT)
+        timer = loop.call_later(self._wanted.timeout_s, self._stream.cancel, _DEADLINE)
         try:
             async for event in self._stream:
                 if isinstance(event, Tokens):
@@ -194,6 +194,11 @@ class Reply:
         }
 
     @property
+    def slot_s(self) -> float | None:
+        """For how long it has had a slot by now; None if it never got one."""
+        return None if self._admitted_at is None else self._now() - self._admitted_at
+
+    @property
     def spoken(self) -> tuple[list[int], str]:
         """The ids that were generated, without a stop token, and the text that the client has."""
         return self._tokens, "".join(self._text)
@@ -241,10 +246,11 @@ class Reply:
             self._closed = True
             self._metrics.failed(event.code)
             raise TurnError(event.status, event.code, event.message)
-        if event.reason == _TIMEOUT:
+        if event.reason == _DEADLINE:
             self._closed = True
-            self._metrics.failed("turn_timeout")
-            raise TurnError(504, "turn_timeout", f"no end after {self._wanted.timeout_s:g} s")
+            self._metrics.failed("deadline_exceeded")
+            text = f"the turn was not over after {self._wanted.timeout_s:g} s"
+            raise TurnError(504, "deadline_exceeded", text)
         self.ended_by = {"stop": "token", "length": "length"}.get(event.reason, "cancelled")
 
     def _take(self, event: Tokens) -> Delta:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import Request
+from fastapi import HTTPException, Request
 from fastapi.responses import JSONResponse, Response
 
 from coord.actions import TurnError
@@ -20,6 +20,7 @@ from coord.tokenizer import Tokenizer
 _BODY_BYTES = 1 << 16
 _BODY_TIMEOUT_S = 10.0
 _PREVIEW_CHARS = 80
+MAX_DIGITS = 10
 
 
 class RingApi:
@@ -61,14 +62,16 @@ class RingApi:
             shown["preview"] = text[:_PREVIEW_CHARS]
         return shown
 
-    async def evict(self, request: Request, slot: int) -> Response:
+    async def evict(self, request: Request, number: str) -> Response:
         """DELETE /ring/slots/{slot}: give it up now."""
+        slot = _slot(number)
         ring = self._own(request, slot)
         rows = self._engine.free(ring, slot)
         return JSONResponse({"ring": ring, "slot": slot, "evicted": rows})
 
-    async def keep(self, request: Request, slot: int) -> Response:
+    async def keep(self, request: Request, number: str) -> Response:
         """PUT /ring/slots/{slot} {"keep_s": seconds}: don't give it up before."""
+        slot = _slot(number)
         body = await read_body(request, limit_bytes=_BODY_BYTES, timeout_s=_BODY_TIMEOUT_S)
         wanted = parse(KeepRequest, body)
         ring = self._own(request, slot)
@@ -93,6 +96,13 @@ class RingApi:
         if not _sees(caller, held):
             raise TurnError(403, "not_your_slot", f"slot {slot} holds nothing of this API key")
         return name
+
+
+def _slot(number: str) -> int:
+    """The router's own integers fail on more digits than Python reads, as a 500."""
+    if not (number.isascii() and number.isdecimal() and len(number) <= MAX_DIGITS):
+        raise HTTPException(404)
+    return int(number)
 
 
 def _sees(caller: Caller, held: Resident | None) -> bool:

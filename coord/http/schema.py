@@ -29,6 +29,7 @@ MAX_TOP_LOGPROBS = 20
 MAX_CHOICES = 8
 MAX_BIASES = 300
 MAX_KEEP_S = 7 * 86400.0
+MAX_TIMEOUT_S = 86400.0
 I63 = 1 << 63
 
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -106,11 +107,12 @@ class Extra(Strict):
     """The request's `kvring` object.
 
     reuse false: prefill the whole prompt, for measurements. keep_s: the slot should not be given up
-    for so long after the turn.
+    for so long after the turn. timeout_s: queued or running, the turn ends after so long.
     """
 
     reuse: bool = True
     keep_s: float = Field(default=0.0, ge=0.0, le=MAX_KEEP_S)
+    timeout_s: float = Field(default=MAX_TIMEOUT_S, gt=0.0, le=MAX_TIMEOUT_S)
 
 
 class Common(Strict):

@@ -234,8 +234,9 @@ def summary(proved: Proved) -> list[str]:
         lines.append(f"left out (one turn's frames): {', '.join(sorted(set(proved.left_out)))}")
     rate = int(tally.records / proved.seconds) if proved.seconds else 0
     lines.append(
-        f"{tally.records:,} records in {proved.seconds:.1f} s of CPU ({rate:,}/s): {tally.segments:,} "
-        f"segments with {tally.rows:,} rows, {tally.copies:,} copies, {tally.answers:,} answers"
+        f"{tally.records:,} records in {proved.seconds:.1f} s of CPU ({rate:,}/s): "
+        f"{tally.segments:,} segments with {tally.rows:,} rows, {tally.copies:,} copies, "
+        f"{tally.answers:,} answers"
     )
     unproved = dict(tally.unproved)
     unproved["R7"] += proved.one_end

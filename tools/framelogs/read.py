@@ -6,15 +6,19 @@ is missing is said, a torn tail is cut and said. Knows what a record is, not wha
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 from tools.errors import ToolError
 from transport.frame import Envelope, Frame, FrameError
 from transport.framelog import FrameLogError, FrameLogReader, LogHeader, LogRecord
 from transport.recorder import segments
+
+CLOCK_RECORDS = 100  # that tell how a process's clocks differ
 
 
 class LogDamageError(ToolError):
@@ -74,7 +78,7 @@ def processes(paths: Sequence[Path]) -> list[Process]:
     start of a file can't be read.
     """
     found: dict[tuple[str, str, int], dict[int, tuple[LogHeader, Path]]] = {}
-    for path in _files(paths):
+    for path in files(paths):
         header = _open_header(path)
         key = header.role, header.name, header.incarnation
         found.setdefault(key, {})[header.segment] = header, path
@@ -90,20 +94,31 @@ def processes(paths: Sequence[Path]) -> list[Process]:
 
 def entries(process: Process) -> Iterator[Entry]:
     """Every record of one process, in order. Raises LogDamageError at the first damaged one."""
-    index, shift = 0, None
+    index, shift = 0, clock_shift(process.paths[0])
     process.torn_bytes = 0
     for path in process.paths:
         with path.open("rb") as file:
             try:
                 reader = FrameLogReader(file)
                 for record in reader:
-                    if shift is None:
-                        shift = record.wall_ns - record.mono_ns
-                    yield _entry(process, index, shift, path, record)
+                    yield entry(process, index, shift, path, record)
                     index += 1
                 process.torn_bytes += reader.torn_bytes
             except FrameLogError as error:
                 raise LogDamageError(path, error.offset, str(error)) from None
+
+
+def clock_shift(path: Path) -> int:
+    """What to add to a process's monotonic clock for time since 1970; 0 without a record.
+
+    A recorder reads the wall clock after the monotonic one and may be interrupted in between, for
+    milliseconds on a busy machine: the least difference of the first records is the nearest.
+    """
+    found = []
+    with path.open("rb") as file, contextlib.suppress(FrameLogError):
+        for record in islice(FrameLogReader(file), CLOCK_RECORDS):
+            found.append(record.wall_ns - record.mono_ns)
+    return min(found, default=0)
 
 
 def merged(wanted: Sequence[Process]) -> Iterator[Entry]:
@@ -111,7 +126,8 @@ def merged(wanted: Sequence[Process]) -> Iterator[Entry]:
     return heapq.merge(*(entries(each) for each in wanted), key=lambda entry: entry.at_ns)
 
 
-def _entry(process: Process, index: int, shift: int, path: Path, record: LogRecord) -> Entry:
+def entry(process: Process, index: int, shift: int, path: Path, record: LogRecord) -> Entry:
+    """A record with its frame. shift: see Entry.at_ns. Raises LogDamageError."""
     try:
         frame, envelope = record.decode()
     except FrameError as error:
@@ -119,7 +135,8 @@ def _entry(process: Process, index: int, shift: int, path: Path, record: LogReco
     return Entry(process, index, record.mono_ns + shift, path, record, frame, envelope)
 
 
-def _files(paths: Sequence[Path]) -> Iterator[Path]:
+def files(paths: Sequence[Path]) -> Iterator[Path]:
+    """The files among `paths`, and the segments in its directories. Raises ToolError."""
     for path in paths:
         if path.is_dir():
             inside = segments(path)

@@ -7,7 +7,7 @@ from tools.sim.coordinator import CoordinatorProcess
 from tools.sim.heap import MICROSECOND, Heap
 from tools.sim.script import Confuse, Crash, Damage, Fault, Gap, Pause, Restart, Stale, Stall
 from tools.sim.stage import StageProcess
-from transport.frame import Copy, Envelope, Free
+from transport.frame import Copy, Envelope, Free, StageLost
 
 
 class Faults:
@@ -62,6 +62,11 @@ class Faults:
         if not stage.up:
             return
         stage.crash(fault.lost)
+        if fault.stage:
+            self._rings[fault.ring][fault.stage - 1].say_lost()
+        elif self._coordinator.awake:
+            name = stage.spec.name
+            self._coordinator.take(StageLost(stage.ring.name, name, "the link to it ended"))
         back = self._heap.now + fault.down_us * MICROSECOND
         self._heap.at(back, stage.start, fault.load_us * MICROSECOND)
         self._until(fault.down_us + fault.load_us)
@@ -93,6 +98,8 @@ class Faults:
             return
         self._coordinator.crash()
         self._clients.restarted()
+        for stages in self._rings:
+            stages[-1].say_lost()
         back = self._heap.now + fault.down_us * MICROSECOND
         self._heap.at(back, self._coordinator.start, fault.jump_s)
         self._until(fault.down_us)

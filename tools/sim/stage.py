@@ -15,7 +15,7 @@ from tools.sim.record import Recorders, Recording
 from tools.sim.script import Shape
 from tools.sim.toy import TreeToy
 from transport.config import Ring
-from transport.frame import Envelope, Frame, Heartbeat, RollCall, StageState
+from transport.frame import Envelope, Frame, Heartbeat, Refusal, Reject, RollCall, StageState
 from transport.framelog import Direction
 
 BEATS_S = {StageState.LOADING: LOADING_BEAT_S}  # else limits.heartbeat_s
@@ -113,6 +113,13 @@ class StageProcess(Receiver):
         self._control.send(
             Heartbeat(self.ring.name, name, self.incarnation, self.state, progress, detail, 1, 1)
         )
+
+    def say_lost(self) -> None:
+        """The process that it sends to is gone."""
+        if self.up and self.heap.now >= self.paused_until:
+            ring, name = self.ring, self.spec.name
+            detail = f"its link to {ring.next_address(self.spec)} ended"
+            self._control.send(Reject(ring.name, 0, 0, name, Refusal.LINK, detail))
 
     # ---- frames ----
 

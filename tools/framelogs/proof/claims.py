@@ -25,7 +25,7 @@ from transport.frame import (
     Verdict,
 )
 
-MAX_TURNS = 4096  # the oldest that waits is let go: one that failed ends without a frame
+MAX_TURNS = 4096  # the oldest idle one is let go: one that failed ends without a frame
 
 
 class CoordinatorProof:
@@ -92,8 +92,8 @@ class CoordinatorProof:
         if frame.turn in self._turns or frame.turn in self._over:
             raise Violation("R4", f"turn {frame.turn} is submitted a second time")
         if len(self._turns) >= MAX_TURNS:
-            waiting = (each for each, turn in self._turns.items() if turn.at is None)
-            self._turns.pop(next(waiting, 0), None)
+            idle = (each for each, turn in self._turns.items() if turn.at is None or turn.ended)
+            self._turns.pop(next(idle, 0), None)
         self._turns[frame.turn] = Turn(frame, frame.budget)
 
     def _answer(self, ring: RingProof, frame: Verdict | Copy | Free | Ping | Reject) -> None:
@@ -178,7 +178,7 @@ class CoordinatorProof:
             if segment.turn:
                 view.sure = max(view.sure, min(segment.end, sent.low))
             return
-        if turn.at is None or turn.at[0] != ring.name:
+        if not turn.on(ring.name):
             return  # it goes on in another ring since this one was lost
         ring.recent.append((turn, len(turn.text), turn.over))
         turn.answered(sent, result, ring.behind(sending, segment.turn))
@@ -198,6 +198,12 @@ class CoordinatorProof:
         ring = self._ring(frame.ring)
         sending = ring.number(frame)
         self._forget_turns(ring)
+        if ring.blind:  # what those frames committed to cannot be told
+            self._turns = {
+                name: turn
+                for name, turn in self._turns.items()
+                if turn.at is not None and not turn.on(ring.name)
+            }
         if isinstance(frame, Run):
             self._run(ring, frame, sending)
         elif isinstance(frame, Copy):
@@ -209,7 +215,7 @@ class CoordinatorProof:
     def _call(self, frame: RollCall) -> None:
         ring = self._ring(frame.ring)
         for turn in self._turns.values():
-            if turn.at is not None and turn.at[0] == ring.name:
+            if turn.on(ring.name):
                 ring.unsure(turn)
         ring.call(frame)
 
@@ -232,13 +238,19 @@ class CoordinatorProof:
                 raise Violation("R4", f"turn {segment.turn} is over")
             ring.fits(segment)
             self._owns(ring, segment.slot, segment.turn)
-            turn = self._turns.get(segment.turn)
+            turn = self._known(ring, segment.turn)
             if turn is not None:
                 self._goes(ring, turn, segment.turn, segment.slot)
                 turn.sends(segment, ring.asked(segment.turn))
             ring.write(segment, None if turn is None else turn.text)
             sending.sent.append(Sent(segment, segment.end))
             self._tally.note("R4", known=turn is not None or segment.turn == 0)
+
+    def _known(self, ring: RingProof, name: int) -> Turn | None:
+        """A turn of which all is known; without the slots' capacity its end is not."""
+        if ring.capacity is None:
+            self._turns.pop(name, None)
+        return self._turns.get(name)
 
     def _goes(self, ring: RingProof, turn: Turn, name: int, slot: int) -> None:
         """A turn stays where it is until its ring is lost."""
@@ -267,7 +279,7 @@ class CoordinatorProof:
     def _copy(self, ring: RingProof, copy: Copy) -> None:
         self._tally.copies += 1
         self._owns(ring, copy.target, copy.turn)
-        turn = self._turns.get(copy.turn)
+        turn = self._known(ring, copy.turn)
         if turn is not None:
             if turn.ended:
                 raise Violation("R4", f"turn {copy.turn} is over")

@@ -65,6 +65,7 @@ class RingProof:
         self.flying: dict[int, Sending] = {}
         self.recent: list[tuple[Turn, int, bool]] = []  # answers since the last frame: see `call`
         self.lost = False  # a roll call must come before the next frame
+        self.blind = False  # numbers before the last frame's are missing: no socket took them
         self.answers_from: str | None = None  # the tail, as a sender
         self.limit: int | None = None  # of a turn's tokens
         self.capacity: int | None = None
@@ -140,6 +141,11 @@ class RingProof:
             raise Violation("R6", f"frames of {self.answers_from} were lost: a roll call is due")
         if frame.seq <= self.highest:
             raise Violation("R4", f"number {frame.seq} again; the last one was {self.highest}")
+        self.blind = frame.seq > self.highest + 1
+        if self.blind:
+            for view in self._views.values():
+                view.unknown = True
+            self._whole = False
         self.highest = frame.seq
         made = self.flying[frame.seq] = Sending(frame)
         return made

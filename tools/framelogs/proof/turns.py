@@ -45,6 +45,10 @@ class Turn:
         """Nothing of it may be sent any more."""
         return self.cancelled or (self.over and self.least is None)
 
+    def on(self, ring: str) -> bool:
+        """Whether it runs in a ring."""
+        return self.at is not None and self.at[0] == ring
+
     def sends(self, segment: Segment, ahead: int) -> None:
         """Check a segment against the text. ahead: positions below it have been asked for."""
         who, start, end = f"turn {segment.turn}", segment.start, segment.end
