@@ -98,8 +98,6 @@ class Faults:
             return
         self._coordinator.crash()
         self._clients.restarted()
-        for stages in self._rings:
-            stages[-1].say_lost()
         back = self._heap.now + fault.down_us * MICROSECOND
         self._heap.at(back, self._coordinator.start, fault.jump_s)
         self._until(fault.down_us)

@@ -115,7 +115,7 @@ class StageProcess(Receiver):
         )
 
     def say_lost(self) -> None:
-        """The process that it sends to is gone."""
+        """The stage that it sends to is gone."""
         if self.up and self.heap.now >= self.paused_until:
             ring, name = self.ring, self.spec.name
             detail = f"its link to {ring.next_address(self.spec)} ended"
