@@ -37,7 +37,6 @@ SAMPLED = (
     "every draft is accepted",
     "what was sent behind a wrong draft is believed",
     "an answer's epoch is ignored",
-    "a stage takes foreign content",
     "a copy is not checked",
     "no refusal is told",
     "a stage does not tell of lost frames",
