@@ -199,7 +199,7 @@ class VirtualRing:
                 )
                 for each in self.spec.stages
             )  # fmt: skip
-            return RollCall("r", frame.epoch, frame.parked, entries)
+            return RollCall("r", frame.epoch, frame.claims, entries)
         assert isinstance(frame, Ping | Copy | Free), frame
         return frame
 

@@ -56,7 +56,7 @@ def choose(
     given up for the turn returns. Before anything was
     measured all rings count the same: rows decide. So affinity is strong, and load overrides it.
     """
-    ready = [each for each in rings.values() if each.phase is RingPhase.READY]
+    ready = _serving(rings)
     ready = [ring for ring in ready if any(slot.turn is None for slot in ring.ledger.slots)]
     if not ready:
         return None  # before anything is packed or compared: a full queue asks at every frame
@@ -85,6 +85,14 @@ def choose(
         if best is None or cost < best[0]:
             best = cost, choice
     return None if best is None else best[1]
+
+
+def _serving(rings: Mapping[str, Ring]) -> list[Ring]:
+    """Rings that take turns: the ready ones, spares only while another one is not ready."""
+    ready = [each for each in rings.values() if each.phase is RingPhase.READY]
+    regular = [each for each in rings.values() if not each.spec.spare]
+    whole = all(each.phase is RingPhase.READY for each in regular)
+    return [each for each in ready if not (whole and each.spec.spare)]
 
 
 def explain(choice: Choice, rings: Mapping[str, Ring]) -> Miss | None:

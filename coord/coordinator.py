@@ -22,9 +22,12 @@ from coord.http.engine import Limits as Served
 from coord.http.engine import Resident
 from coord.ledger import Holding
 from coord.ring import Phase, Ring
+from coord.saving import Saver
 from coord.scheduler import Scheduler
+from coord.store import Store
 from coord.verify import MAX_WRITTEN, Mismatch, Record, Verifier, report
 from coord.view import beat, counters, describe_ring, holdings, link_counters
+from transport.chain import root_hash
 from transport.config import Config
 from transport.config import Ring as RingSpec
 from transport.frame import (
@@ -55,6 +58,28 @@ DRAFTERS: dict[str, Callable[[], Drafter] | None] = {
     "model": ModelDrafter,
 }
 MAX_SALTS = 4096  # salts by their chain's root, beyond which those of no resident prefix go
+
+
+def new_epoch() -> int:
+    """Greater than any epoch of an earlier coordinator, unless the clock went back."""
+    return time.time_ns() // 1_000_000
+
+
+def fresh_scheduler(config: Config, first_epoch: int, vocabulary: int) -> Scheduler:
+    """The core of a coordinator that starts; a replay needs the very same one."""
+    scheduler = Scheduler(
+        config.rings,
+        config.limits,
+        first_epoch=first_epoch,
+        vocabulary=vocabulary,
+        drafter=DRAFTERS[config.coordinator.drafter],
+    )
+    depth, tokens = config.coordinator.draft_depth, config.coordinator.draft_tokens
+    for ring in scheduler.rings.values():
+        ring.bounds = Bounds(
+            MAX_DRAFT if tokens is None else tokens, MAX_DEPTH if depth is None else depth
+        )
+    return scheduler
 
 
 class TurnStream:
@@ -94,30 +119,22 @@ class Coordinator:
         logs: Path = Path("logs"),
         drafts: DraftRunner | None = None,
         trust: CoordinatorTrust | None = None,
+        store: Store | None = None,
+        first_epoch: int | None = None,
     ) -> None:
         """logs: where verify mode writes the frames of turns that differ.
 
-        drafts: runs the draft model where the drafter is "model"; the caller runs it.
+        drafts: runs the draft model where the drafter is "model"; the caller runs it. store: what
+        is resident is read from it, and written to it; `close` closes it. first_epoch: as the
+        recorder's header has it; None for new_epoch().
         """
         assert drafts is not None or config.coordinator.drafter != "model", config.coordinator
         self._drafts = drafts
         self.config = config
         self.limits = Served(config.limits.max_model_len, (config.model.name,))
         self.started_at = time.time()
-        # greater than any epoch of an earlier coordinator, unless the clock went back
-        first_epoch = time.time_ns() // 1_000_000
-        self.scheduler = Scheduler(
-            config.rings,
-            config.limits,
-            first_epoch=first_epoch,
-            vocabulary=vocabulary,
-            drafter=DRAFTERS[config.coordinator.drafter],
-        )
-        depth, tokens = config.coordinator.draft_depth, config.coordinator.draft_tokens
-        for ring in self.scheduler.rings.values():
-            ring.bounds = Bounds(
-                MAX_DRAFT if tokens is None else tokens, MAX_DEPTH if depth is None else depth
-            )
+        epoch = new_epoch() if first_epoch is None else first_epoch
+        self.scheduler = fresh_scheduler(config, epoch, vocabulary)
         share = config.coordinator.verify_share
         self._verify = Verifier(share, self.scheduler) if share else None
         self._logs = logs
@@ -133,6 +150,8 @@ class Coordinator:
         self._timer: asyncio.TimerHandle | None = None
         self._phases: dict[str, tuple[Phase, str]] = {}
         self._salts: dict[bytes, bytes] = {}  # root of a chain -> salt: whose rows they are
+        rings = self.scheduler.rings
+        self._saver = None if store is None else Saver(store, rings, self._salts)
 
     # ---- life ----
 
@@ -162,7 +181,18 @@ class Coordinator:
         except LinkError:
             await self.close()
             raise
+        self._recall()
         self._step(Tick())
+
+    def _recall(self) -> None:
+        """Tell the core what an earlier coordinator wrote down."""
+        count = 0
+        for said in self._saver.remembered() if self._saver else ():
+            self._salts[root_hash(said.fingerprint, said.salt)] = said.salt
+            self._step(said)
+            count += 1
+        if self._saver is not None:
+            self._log.info("remembered", prefixes=count)
 
     async def wait(self) -> None:
         """Return when a link is closed; raise what went wrong in a callback."""
@@ -179,6 +209,8 @@ class Coordinator:
         """Close the links and end every stream with an error event."""
         if self._timer is not None:
             self._timer.cancel()
+        if self._saver is not None:
+            self._saver.close()
         for pull in self._pulls:
             await pull.close()
         for push in self._pushes.values():
@@ -305,6 +337,9 @@ class Coordinator:
             found["verify_runs_total"] = self._verify.runs
             found["verify_mismatches_total"] = self._verify.mismatches
             found["verify_skipped_total"] = self._verify.skipped
+        if self._saver is not None:
+            found["state_looks_total"] = self._saver.looks
+            found["state_look_seconds_total"] = self._saver.look_s
         return found
 
     def describe(self) -> dict[str, object]:
@@ -357,6 +392,8 @@ class Coordinator:
         finally:  # what came in and what was sent, in one write
             if self._recorder is not None:
                 self._recorder.flush()
+        if self._saver is not None:
+            self._saver.note(frame, actions)
         self._note_phases()
         self._set_timer(now_ns / 1e9)
         return actions
@@ -387,21 +424,21 @@ class Coordinator:
             rings = self.scheduler.rings.values()
             chains = [holding.chain for ring in rings for _, holding in holdings(ring)]
             roots = {chain.root for chain in chains if chain is not None} | {turn.chain.root}
-            self._salts = {root: salt for root, salt in self._salts.items() if root in roots}
+            for root in [root for root in self._salts if root not in roots]:
+                del self._salts[root]
 
     def _send(self, action: Send) -> None:
         frame = action.frame
         push = self._pushes.get(frame.ring)
-        if push is None:
-            return  # closing
-        try:
-            envelope = push.send(frame)
-        except LinkError as error:  # the frame's timeout will call the roll
-            self._log.warning("frame_not_sent", ring=frame.ring, error=str(error))
-            return
+        direction, envelope = Direction.UNSENT, None
+        if push is not None:  # else closing
+            try:
+                direction, envelope = Direction.OUT, push.send(frame)
+            except LinkError as error:  # the frame's timeout will call the roll
+                self._log.warning("frame_not_sent", ring=frame.ring, error=str(error))
         now_ns, wall_ns = time.monotonic_ns(), time.time_ns()
-        record = Record(now_ns, wall_ns, Direction.OUT, frame.ring, frame, envelope)
-        self._record(record, push.header)
+        record = Record(now_ns, wall_ns, direction, frame.ring, frame, envelope)
+        self._record(record, None if push is None or envelope is None else push.header)
 
     def _record(self, record: Record, header: Buffer | None = None) -> None:
         if self._verify is not None:

@@ -70,12 +70,21 @@ class Settings:
 
 
 def build_app(
-    engine: Engine, tokenizer: Tokenizer, settings: Settings, door: Door | None = None
+    engine: Engine,
+    tokenizer: Tokenizer,
+    settings: Settings,
+    door: Door | None = None,
+    history: History | None = None,
 ) -> FastAPI:
-    """The ASGI app of one coordinator. door: one's own, where the server shall be able to drain."""
+    """The ASGI app of one coordinator.
+
+    door: one's own, where the server shall be able to drain. history: what was said before it
+    started.
+    """
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     door = door or Door(engine.counters, per_key_turns=settings.per_key_turns)
-    gateway, rings = _Gateway(engine, tokenizer, settings, door), RingApi(engine, tokenizer)
+    gateway = _Gateway(engine, tokenizer, settings, door, History() if history is None else history)
+    rings = RingApi(engine, tokenizer)
     for path, handler in (
         ("/v1/chat/completions", gateway.chat),
         ("/v1/completions", gateway.complete),
@@ -105,7 +114,12 @@ class _Gateway:
     """The handlers, and the replies that run."""
 
     def __init__(
-        self, engine: Engine, tokenizer: Tokenizer, settings: Settings, door: Door
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        settings: Settings,
+        door: Door,
+        history: History,
     ) -> None:
         self._engine = engine
         self._door = door
@@ -115,7 +129,7 @@ class _Gateway:
         self._models = settings.served_models or engine.limits.models
         self._metrics = Metrics(engine.counters)
         self._created = int(time.time())
-        self._history = History()
+        self._history = history
         self._salts: OrderedDict[str, bytes] = OrderedDict()  # a session's hint -> its last salt
 
     # ---- completions ----

@@ -9,9 +9,12 @@ that nothing crosses from one tenant or salt to another.
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+
+import msgpack
 
 from coord.tokenizer import Tokenizer
 from transport.chain import pack_tokens, unpack_tokens
@@ -19,6 +22,7 @@ from transport.chain import pack_tokens, unpack_tokens
 MAX_BYTES = 64 << 20  # about 10 M generated tokens
 MAX_VARIANTS = 8  # ids of one text: "Yes." is said often, but in few spellings
 MAX_PROMPTS = 16  # conversations in which one spelling is remembered to have been said
+_KEY_BYTES = 32
 _OVERHEAD_BYTES = 400  # of one entry's Python objects
 _PROMPT_BYTES = 64  # of one conversation's digest
 
@@ -49,8 +53,21 @@ class Spoken:
 class History:
     """Emitted texts, least recently used out first. Not thread-safe; what it returns is."""
 
-    def __init__(self, limit_bytes: int = MAX_BYTES) -> None:
+    def __init__(
+        self,
+        limit_bytes: int = MAX_BYTES,
+        write: Callable[[bytes, bytes], None] | None = None,
+        decode: Callable[[Sequence[int]], str] | None = None,
+    ) -> None:
+        """write: takes each text's key and what `restore` needs of it, whenever that changes.
+
+        decode: of the tokenizer in use; needed to restore.
+        """
         self._limit = limit_bytes
+        self._write = write
+        self._decode = decode
+        # restored and not yet recalled: a successor may serve another vocabulary
+        self._unchecked: dict[bytes, None] = {}
         self._texts: OrderedDict[bytes, tuple[Spoken, ...]] = OrderedDict()  # newest spelling first
         self.size = 0  # bytes, about
 
@@ -62,19 +79,47 @@ class History:
     ) -> None:
         """The model said `text` after `prompt`, as `ids` (see `spelling`)."""
         key, before, packed = _key(salt, text), digest(pack_tokens(prompt)), pack_tokens(ids)
+        self._check(key, text)
         known = self._texts.pop(key, ())
         prompts = next((each.prompts for each in known if each.packed == packed), ())
         kept = tuple(each for each in prompts if each != before)[: MAX_PROMPTS - 1]
         others = tuple(each for each in known if each.packed != packed)[: MAX_VARIANTS - 1]
-        self._texts[key] = (Spoken(packed, (before, *kept), lead), *others)
-        self.size += _cost(self._texts[key]) - _cost(known)
+        entry = (Spoken(packed, (before, *kept), lead), *others)
+        self._put(key, entry, known)
+        if self._write is not None:
+            self._write(key, msgpack.packb([astuple(each) for each in entry]))
+
+    def restore(self, key: bytes, body: bytes) -> bool:
+        """Take an entry back that `write` was given, as the newest; False where it is none."""
+        entry = _unpacked(body) if len(key) == _KEY_BYTES else ()
+        if entry:
+            self._put(key, entry, self._texts.pop(key, ()))
+            self._unchecked[key] = None
+        return bool(entry)
+
+    def _check(self, key: bytes, text: str) -> None:
+        """Of a restored entry, believe what gives its text under this vocabulary, too."""
+        if key in self._unchecked:
+            assert self._decode is not None
+            del self._unchecked[key]
+            known = self._texts.pop(key)
+            right = tuple(s for s in known if self._decode(s.ids) == s.lead + text)
+            self.size -= _cost(known)
+            if right:
+                self._put(key, right, ())
+
+    def _put(self, key: bytes, entry: tuple[Spoken, ...], known: tuple[Spoken, ...]) -> None:
+        self._texts[key] = entry
+        self.size += _cost(entry) - _cost(known)
         while self.size > self._limit:
-            _, gone = self._texts.popitem(last=False)
+            oldest, gone = self._texts.popitem(last=False)
+            self._unchecked.pop(oldest, None)
             self.size -= _cost(gone)
 
     def recall(self, salt: bytes, text: str) -> tuple[Spoken, ...]:
         """The spellings of a text that was emitted, newest first; () where it never was."""
         key = _key(salt, text)
+        self._check(key, text)
         found = self._texts.get(key, ())
         if found:
             self._texts.move_to_end(key)
@@ -86,9 +131,23 @@ def digest(packed: bytes) -> bytes:
     return hashlib.blake2b(packed, digest_size=16).digest()
 
 
+def _unpacked(body: bytes) -> tuple[Spoken, ...]:
+    """An entry from its bytes; () for what `History.add` did not write."""
+    try:
+        plain = msgpack.unpackb(body)
+        entry = tuple(Spoken(packed, tuple(prompts), lead) for packed, prompts, lead in plain)
+        for each in entry:
+            unpack_tokens(each.packed)
+        texts = all(each.lead in ("", " ") for each in entry)
+        known = all(type(prompt) is bytes for each in entry for prompt in each.prompts)
+    except (ValueError, TypeError, struct.error, msgpack.UnpackException):
+        return ()
+    return entry if texts and known and len(entry) <= MAX_VARIANTS else ()
+
+
 def _key(salt: bytes, text: str) -> bytes:
     data = text.encode("utf-8", "surrogatepass")  # JSON can hold half a surrogate pair
-    state = hashlib.blake2b(len(salt).to_bytes(8, "little"), digest_size=32)
+    state = hashlib.blake2b(len(salt).to_bytes(8, "little"), digest_size=_KEY_BYTES)
     state.update(salt)
     state.update(data)
     return state.digest()

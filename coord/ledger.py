@@ -161,11 +161,12 @@ class Ledger:
         """True when there is such a slot or parked prefix."""
         return index < len(self.slots) or index in self.parked
 
-    def _all(self) -> dict[int, Holding]:
+    def holdings(self) -> dict[int, Holding]:
+        """Slots and parked prefixes by their numbers."""
         return {**dict(enumerate(self.slots)), **self.parked}
 
     def _chains(self, *, parked: bool = True) -> dict[int, Chain]:
-        numbered = self._all() if parked else dict(enumerate(self.slots))
+        numbered = self.holdings() if parked else dict(enumerate(self.slots))
         return {index: each.chain for index, each in numbered.items() if each.chain is not None}
 
     def longest(self, wanted: Wanted) -> int:
@@ -343,8 +344,9 @@ class Ledger:
         if chain is None or len(chain) <= length:
             return
         if reason != "parked":
-            self.gone.add(chain.clone(), reason)
-        self.evictions[reason] = self.evictions.get(reason, 0) + 1
+            self.lose(chain.clone(), reason)
+        else:
+            self.evictions[reason] = self.evictions.get(reason, 0) + 1
         self.truncate(index, length)
 
     def truncate(self, index: int, length: int) -> None:
@@ -371,6 +373,32 @@ class Ledger:
         else:
             self.parked.pop(index, None)
 
+    def emptied(self, slots: int, capacity: int, park_rows: int) -> Ledger:
+        """One of this size that holds nothing, and still knows why other prefixes are gone."""
+        fresh = Ledger(slots, capacity, park_rows)
+        fresh.gone, fresh.evictions, fresh.restored = self.gone, self.evictions, self.restored
+        fresh._next_park = max(slots, self._next_park)
+        return fresh
+
+    def adopt(self, index: int, holding: Holding) -> bool:
+        """Take over a holding that the stages have confirmed; False when there is no place."""
+        rows = sum(each.resident for each in self.parked.values()) + holding.resident
+        if index < len(self.slots):
+            if holding.resident > self.capacity:
+                return False
+            self.slots[index] = holding
+            return True
+        if rows > self.park_rows or len(self.parked) >= MAX_PARKED:
+            return False
+        self.parked[index] = holding
+        self._next_park = max(self._next_park, index + 1)
+        return True
+
+    def lose(self, chain: Chain, reason: str) -> None:
+        """A prefix is gone: count it, and remember why."""
+        self.gone.add(chain, reason)
+        self.evictions[reason] = self.evictions.get(reason, 0) + 1
+
     def reserve(self, park: int, like: Holding) -> None:
         """A copy of `like` is on its way to a parked id; it holds nothing until that is done."""
         self._next_park = max(self._next_park, park + 1)
@@ -380,7 +408,7 @@ class Ledger:
         """Holdings with rows that nobody has used since `before`, kept ones excepted."""
         return [
             index
-            for index, each in self._all().items()
+            for index, each in self.holdings().items()
             if each.resident and each.turn is None and max(each.used, each.keep_until) < before
         ]
 
@@ -388,13 +416,13 @@ class Ledger:
         """When the holding that was idle longest was used last (seconds)."""
         uses = [
             max(each.used, each.keep_until)
-            for each in self._all().values()
+            for each in self.holdings().values()
             if each.resident and each.turn is None
         ]
         return min(uses, default=None)
 
     def check(self) -> None:
         """Assert the invariants."""
-        for each in self._all().values():
+        for each in self.holdings().values():
             assert each.chain is None or 0 < len(each.chain) <= self.capacity, each
         assert sum(each.resident for each in self.parked.values()) <= self.park_rows, self.parked

@@ -6,14 +6,13 @@ segments inside a frame. Part of the scheduler core: no clock, no I/O.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeAlias
 
 from coord.counters import Stats
 from coord.draft import ROW_STEP, Bounds
-from coord.ledger import MAX_PARKED, Ledger, Placement
-from coord.rollcall import faults
+from coord.inflight import InFlight, Numbered
+from coord.ledger import MAX_PARKED, Holding, Ledger, Placement
+from coord.rollcall import claims, faults, renewed
 from transport.chain import Chain, root_hash
 from transport.config import Limits
 from transport.config import Ring as RingSpec
@@ -25,6 +24,7 @@ from transport.frame import (
     Ping,
     Refusal,
     Reject,
+    Remembered,
     Result,
     RollCall,
     Run,
@@ -55,30 +55,6 @@ class Phase(StrEnum):
     READY = "ready"
 
 
-Numbered: TypeAlias = Run | Copy | Free | Ping
-
-
-@dataclass(frozen=True, slots=True)
-class InFlight:
-    """A numbered frame without its answer."""
-
-    frame: Numbered
-    sent_at: float
-    chain: Chain | None = None  # of a copy: the tokens of its rows
-    guesses: tuple[int, ...] = ()  # of a Run: each segment's Turn.guess
-    alone: bool = False  # of a copy: nothing else was in flight when it was sent
-
-
-def fits(result: Result, segment: Segment, vocabulary: int) -> bool:
-    """True when a result answers exactly the positions that the segment wanted."""
-    wanted = segment.turn, segment.slot, segment.end - segment.want, segment.want
-    if (result.turn, result.slot, result.start, len(result.tokens)) != wanted:
-        return False
-    scored = segment.sampling.logprobs is None or len(result.logprobs) == segment.want
-    listed = len(result.top) in (0, segment.want)
-    return scored and listed and max(result.tokens, default=0) < vocabulary
-
-
 class Ring:
     """One ring's health and its frames in flight."""
 
@@ -92,6 +68,7 @@ class Ring:
         self.epoch = first_epoch
         self.entries: tuple[StageEntry, ...] = ()
         self.ledger = Ledger(0, 0)
+        self.remembered: dict[int, Holding] = {}  # until the first roll call; at most MAX_PARKED
         self.fingerprint = b""
         self.reuse = False  # what the self-check saw
         self.exact = False  # the self-check's log probabilities were equal to the bit
@@ -112,6 +89,7 @@ class Ring:
         self._asked_at: float | None = None
         self._pinged_at = 0.0
         self._probe: Result | None = None
+        self._probe_bare = False  # the self-check goes on in an empty slot
         self._fault = ""  # why the last roll call was not good enough
 
     @property
@@ -120,6 +98,20 @@ class Ring:
         return self.entries[0].vocabulary if self.entries else 0
 
     # ---- alive and trusted ----
+
+    def remember(self, said: Remembered, now: float) -> None:
+        """Note what an earlier coordinator knew; the first roll call proves it or not."""
+        if self.entries or len(self.remembered) >= MAX_PARKED:
+            return
+        chain = Chain(root_hash(said.fingerprint, said.salt), said.tokens)
+        keep_until = now + said.keep_s if said.keep_s else 0.0
+        self.remembered[said.number] = Holding(
+            chain,
+            used=now - said.idle_s,
+            hint=said.hint,
+            proven=said.proven,
+            keep_until=keep_until,
+        )
 
     def heard(self, beat: Heartbeat, now: float) -> str | None:
         """Note a heartbeat; the reason when it shows that a formed ring is broken."""
@@ -175,7 +167,7 @@ class Ring:
         self.phase = Phase.WAITING
         self.detail = detail
         self.in_flight.clear()
-        self._probe = None
+        self._probe, self._probe_bare = None, False
 
     def ask(self, now: float) -> RollCall | None:
         """The roll call to send now, if one is due."""
@@ -190,13 +182,15 @@ class Ring:
         self.phase, self.detail = Phase.FORMING, self._fault or "calling the roll"
         self.epoch += 1
         self._asked_at = now
-        return RollCall(self.name, self.epoch, tuple(self.ledger.parked))
+        return RollCall(self.name, self.epoch, claims(self._held()))
+
+    def _held(self) -> dict[int, Holding]:
+        return self.ledger.holdings() if self.entries else self.remembered
 
     def answered(self, call: RollCall, now: float) -> list[Run | Free]:
         """A roll call came round: the self-check's first frame, or none: it can't be trusted.
 
-        Before it, a Free for each parked prefix that the stages were told to keep, if the ring has
-        changed and nothing of the old ledger holds.
+        Before it, a Free for each parked prefix that some stages keep and others do not have.
         """
         if self.phase is not Phase.FORMING or call.epoch != self.epoch:
             self.stats.stale += 1
@@ -205,48 +199,41 @@ class Ring:
         if self._fault:
             self.phase, self.detail = Phase.WAITING, self._fault
             return []
-        first = call.entries[0]
-        frames: list[Run | Free] = []
         same = [(entry.name, entry.incarnation) for entry in self.entries] == [
             (entry.name, entry.incarnation) for entry in call.entries
         ]
-        if not same or self.fingerprint != first.fingerprint:
-            park_rows = min(
-                entry.park_bytes // entry.row_bytes if entry.row_bytes else 0
-                for entry in call.entries
-            )
-            frames += [self.free(parked, now) for parked in self.ledger.parked]
-            self.ledger = self._fresh_ledger(first.slots, first.capacity, park_rows)
-            self.fingerprint = first.fingerprint
+        reason = "refused" if same else "ring lost"
+        self.ledger, orphans = renewed(self.ledger, self._held(), call, reason)
+        self.remembered = {}
+        self.fingerprint = call.entries[0].fingerprint
         self.entries = call.entries
         self.phase, self.detail = Phase.PROBING, "checking that a prefix can be reused"
-        return [*frames, self._probe_run(0, now)]
-
-    def _fresh_ledger(self, slots: int, capacity: int, park_rows: int) -> Ledger:
-        """An empty ledger that still knows why the old one's prefixes are gone."""
-        for index in list(self.ledger.parked) + list(range(len(self.ledger.slots))):
-            self.ledger.give_up(index, 0, "ring lost")
-        fresh = Ledger(slots, capacity, park_rows)
-        fresh.gone, fresh.evictions = self.ledger.gone, self.ledger.evictions
-        fresh.restored = self.ledger.restored
-        return fresh
+        return [*(self.free(parked, now) for parked in orphans), self._probe_run(now)]
 
     # ---- self-check: is a reused prefix worth the same as a computed one? ----
 
-    def _probe_run(self, start: int, now: float) -> Run:
-        slot = self.ledger.coldest(now)
-        assert slot is not None, "a ring that is not ready has no pinned slots"
-        self.ledger.give_up(slot, 0, "self-check")
-        chain = Chain(root_hash(self.fingerprint, b""), PROBE_TOKENS)
+    def _probe_run(self, now: float) -> Run:
+        """Four rows behind what a slot holds, so that nothing is given up; then the last two again.
+
+        The second run must find the first one's rows 0 and 1.
+        """
+        skip = 0
+        if self._probe is not None:
+            slot, start = self._probe.slot, self._probe.start + 1 - len(PROBE_TOKENS)
+            skip = len(PROBE_TOKENS) // 2
+        else:
+            coldest = self.ledger.coldest(now)
+            assert coldest is not None, "a ring that is not ready has no pinned slots"
+            slot, start = coldest, self.ledger.slots[coldest].resident
+            if self._probe_bare or start + len(PROBE_TOKENS) > self.ledger.capacity:
+                self.ledger.give_up(slot, 0, "self-check")
+                start = 0
+        held = self.ledger.slots[slot].chain
+        before = root_hash(self.fingerprint, b"") if held is None else held.hash_before(start)
+        parent = Chain(before, PROBE_TOKENS).hash_before(skip)
+        tokens = PROBE_TOKENS[skip:]
         segment = Segment(
-            PROBE_TURN,
-            slot,
-            start,
-            PROBE_TOKENS[start:],
-            Kind.PREFILL,
-            chain.hash_before(start),
-            1,
-            PROBE_SAMPLING,
+            PROBE_TURN, slot, start + skip, tokens, Kind.PREFILL, parent, 1, PROBE_SAMPLING
         )
         return self.run((segment,), now, (0,))
 
@@ -257,10 +244,15 @@ class Ring:
             return None
         if self._probe is None:
             self._probe = result
-            return self._probe_run(len(PROBE_TOKENS) // 2, now)
+            return self._probe_run(now)
         self.reuse = result.tokens == self._probe.tokens
         self.exact = self.reuse and result.logprobs == self._probe.logprobs
         self._probe = None
+        if not self.reuse and result.start >= len(PROBE_TOKENS):
+            # behind a real text two tokens may be as likely, which says nothing about reuse
+            self._probe_bare = True
+            return self._probe_run(now)
+        self._probe_bare = False
         self.phase, self.detail = Phase.READY, ""
         self._pinged_at = now
         self.stats.formed += 1

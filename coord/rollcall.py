@@ -1,10 +1,45 @@
-"""Owns the judgement of a roll call: whether the stages make one whole, equal ring."""
+"""Owns the judgement of a roll call: whether the stages make one whole ring, and what it holds."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from coord.ledger import Holding, Ledger
 from transport.codec import MAX_SLOTS
 from transport.config import Limits, Ring
-from transport.frame import StageEntry
+from transport.frame import Claim, RollCall, StageEntry
+
+
+def claims(held: Mapping[int, Holding]) -> tuple[Claim, ...]:
+    """What the stages are asked to confirm."""
+    chains = ((number, each.chain) for number, each in held.items())
+    return tuple(
+        Claim(number, len(chain), chain.hash_before(len(chain)))
+        for number, chain in chains
+        if chain is not None
+    )
+
+
+def renewed(
+    ledger: Ledger, held: Mapping[int, Holding], call: RollCall, reason: str
+) -> tuple[Ledger, list[int]]:
+    """The ledger after a roll call: of `held`, what every stage confirmed. The rest is lost.
+
+    Also the parked numbers among the lost: stages before the one that struck them out keep them.
+    """
+    first = call.entries[0]
+    park_rows = min(
+        entry.park_bytes // entry.row_bytes if entry.row_bytes else 0 for entry in call.entries
+    )
+    fresh = ledger.emptied(first.slots, first.capacity, park_rows)
+    confirmed = dict.fromkeys(call.claims)
+    kept = [claim.number for claim in claims(held) if claim in confirmed]
+    kept = [number for number in kept if fresh.adopt(number, held[number])]
+    stays = dict.fromkeys(kept)
+    lost = {n: each.chain for n, each in held.items() if n not in stays and each.chain is not None}
+    for chain in lost.values():
+        fresh.lose(chain, reason)
+    return fresh, [number for number in lost if number >= first.slots]
 
 
 def faults(

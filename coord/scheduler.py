@@ -14,9 +14,10 @@ from coord.batch import ahead, certain
 from coord.counters import Totals
 from coord.draft import Acceptance, Drafter, Usual, accepted
 from coord.draft_model import ModelDrafter, asked
+from coord.inflight import InFlight, fits
 from coord.ledger import Miss
 from coord.placing import NO_TURN, carry_out, expire, free
-from coord.ring import PROBE_TURN, InFlight, Ring, fits
+from coord.ring import PROBE_TURN, Ring
 from coord.ring import Phase as RingPhase
 from coord.turn import Phase, Turn
 from transport.chain import root_hash
@@ -36,6 +37,7 @@ from transport.frame import (
     Ping,
     Refusal,
     Reject,
+    Remembered,
     Result,
     RollCall,
     Run,
@@ -86,6 +88,9 @@ class Scheduler:
                 self._free_slot(frame, now, actions)
             case KeepSlot():
                 self._keep_slot(frame, now)
+            case Remembered():
+                if frame.ring in self.rings:
+                    self.rings[frame.ring].remember(frame, now)
             case Drafted():
                 self._drafted(frame)
             case LinkGap():
@@ -151,12 +156,7 @@ class Scheduler:
         count: dict[int, int] = {}
         for ring in self.rings.values():
             for record in ring.in_flight.values():
-                frame = record.frame
-                if isinstance(frame, Run):
-                    owners = [segment.turn for segment in frame.segments]
-                else:
-                    owners = [frame.turn] if isinstance(frame, Copy) else []
-                for owner in owners:
+                for owner in record.owners:
                     count[owner] = count.get(owner, 0) + 1
         return count
 

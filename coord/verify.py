@@ -16,6 +16,7 @@ from coord.admission import choose
 from coord.ring import PROBE_TURN
 from coord.scheduler import Scheduler
 from coord.turn import Turn
+from coord.view import holdings
 from transport.frame import Cancel, Copy, Drafted, Envelope, Frame, Reject, Run, Submit, Verdict
 from transport.framelog import Direction, FrameLogWriter, LogHeader
 from transport.recorder import SUFFIX
@@ -142,7 +143,12 @@ class Verifier:
         submit = Submit(
             turn, warm.prompt, budget, warm.stops, warm.sampling, warm.salt, reuse=False
         )
-        choice = choose(Turn(submit, budget), {}, self._scheduler.rings, now)
+        rings = self._scheduler.rings
+        held = [each for ring in rings.values() for _, each in holdings(ring)]
+        twins = [each.twin for each in held]
+        choice = choose(Turn(submit, budget), {}, rings, now)
+        for each, twin in zip(held, twins, strict=True):
+            each.twin = twin  # only a frame may change the core, or its log could not be replayed
         if choice is None:  # no ring is ready
             self._idle_since = now
             return None

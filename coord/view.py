@@ -64,6 +64,7 @@ def describe_ring(ring: Ring, now: float) -> dict[str, object]:
     kernels = {entry.name: entry.kernel for entry in ring.entries}
     return {
         "name": ring.name,
+        "spare": ring.spec.spare,
         "state": ring.phase.value,
         "detail": ring.detail,
         "epoch": ring.epoch,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import psutil
 import structlog
 
-from pipeline.forward import perform
+from pipeline.forward import perform_forward
 from pipeline.model import StageModel
 from pipeline.stage import Action, CopyRows, DropRows, Forward, Send, Stage
 from transport.config import Limits, Ring
@@ -170,7 +170,7 @@ class Worker:
                 case DropRows():
                     model.drop(action.parked)
                 case Forward():
-                    done = perform(model, action)
+                    done = perform_forward(model, action)
                     actions += self._take(core, done, Direction.LOCAL, self.spec.name, None)
 
     def _take(
@@ -197,21 +197,21 @@ class Worker:
         return core.handle(frame, now_ns / 1e9)
 
     def _send(self, push: PushLink, frame: Frame) -> None:
+        direction, envelope = Direction.UNSENT, None
         try:
-            envelope = push.send(frame)
+            direction, envelope = Direction.OUT, push.send(frame)
         except LinkError as error:  # the coordinator's frame timeout will call the roll
             self._log.warning("frame_not_sent", error=str(error))
-            return
         if self._recorder is not None:
             now_ns = time.monotonic_ns()
             self._recorder.record(
                 now_ns,
                 time.time_ns(),
-                Direction.OUT,
+                direction,
                 push.address,
                 frame,
                 envelope=envelope,
-                header=push.header,
+                header=push.header if envelope is not None else None,
                 wait=True,
             )
 

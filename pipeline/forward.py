@@ -10,7 +10,7 @@ from pipeline.stage import Forward
 from transport.frame import Forwarded, Tensor
 
 
-def perform(model: StageModel, action: Forward) -> Forwarded:
+def perform_forward(model: StageModel, action: Forward) -> Forwarded:
     """Run the block; the answer goes into the core."""
     run, payload = action.run, action.run.payload
     if payload is not None and action.rows is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from transport.chain import Chain, root_hash
 from transport.codec import MAX_PARKED
-from transport.frame import Copy, Refusal, Segment
+from transport.frame import Claim, Copy, Refusal, Segment
 
 Refused = tuple[Refusal, str]
 
@@ -31,6 +31,11 @@ class SlotTable:
 
     def __len__(self) -> int:
         return len(self._chains)
+
+    @property
+    def parked(self) -> tuple[int, ...]:
+        """The numbers of parked prefixes."""
+        return tuple(self._parked)
 
     def length(self, slot: int) -> int:
         """Rows of `slot` that later segments may read."""
@@ -127,9 +132,21 @@ class SlotTable:
         else:
             self._parked.pop(number, None)
 
-    def parked_beside(self, known: tuple[int, ...]) -> list[int]:
-        """Parked prefixes that are not in `known`."""
-        keep = dict.fromkeys(known)
+    def confirms(self, claim: Claim) -> bool:
+        """True when the claimed rows are here; of a parked prefix, those and no others.
+
+        A slot is written on behind them, but parked rows that nobody counts would stay for ever.
+        """
+        if not self._known(claim.number):
+            return False
+        chain = self._chain(claim.number)
+        if claim.length > len(chain) or chain.hash_before(claim.length) != claim.digest:
+            return False
+        return claim.number < len(self._chains) or claim.length == len(chain)
+
+    def parked_beside(self, claims: tuple[Claim, ...]) -> list[int]:
+        """Parked prefixes that nobody claims."""
+        keep = dict.fromkeys(claim.number for claim in claims)
         return [number for number in self._parked if number not in keep]
 
     def check(self) -> None:

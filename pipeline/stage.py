@@ -110,6 +110,11 @@ class Stage:
             self._take(waiting, arrived, now, actions)
         return actions
 
+    @property
+    def running(self) -> Run | None:
+        """The frame whose forward has not been answered."""
+        return None if self._running is None else self._running[0]
+
     def deadline(self) -> float | None:
         """A stage never needs a Tick."""
         return None
@@ -154,7 +159,8 @@ class Stage:
             actions.append(self._whole(self.epoch, Refusal.EPOCH, detail))
             return
         self.epoch = frame.epoch
-        for parked in self.slots.parked_beside(frame.parked):
+        claims = tuple(claim for claim in frame.claims if self.slots.confirms(claim))
+        for parked in self.slots.parked_beside(claims):
             self.slots.free(parked)
             actions.append(DropRows(parked))
         info = self.info
@@ -171,7 +177,7 @@ class Stage:
             info.row_bytes,
             self._park_bytes,
         )
-        actions.append(Send(replace(frame, entries=(*frame.entries, entry))))
+        actions.append(Send(replace(frame, claims=claims, entries=(*frame.entries, entry))))
 
     def _run(self, run: Run, arrived: float, now: float, actions: list[Action]) -> None:
         kept: list[Segment] = []

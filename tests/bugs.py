@@ -9,16 +9,19 @@ from typing import Any
 import pytest
 
 import coord.admission
+import coord.ring
 import coord.scheduler
 import pipeline.stage
+from coord.inflight import InFlight
 from coord.ledger import Ledger, Placement, Wanted
-from coord.ring import InFlight, Ring
+from coord.ring import Ring
+from coord.rollcall import claims, renewed
 from coord.scheduler import Scheduler
 from coord.turn import Turn
 from pipeline.slots import SlotTable
 from pipeline.stage import Forward, Stage
 from transport.chain import Chain
-from transport.frame import Copy, Free, Kind, Ping, Run, Segment
+from transport.frame import Copy, Free, Kind, Ping, RollCall, Run, Segment
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
@@ -174,12 +177,15 @@ def _(patcher: pytest.MonkeyPatch) -> None:
 
 @mutation("a restarted stage's rows are still claimed", "restarts")
 def _(patcher: pytest.MonkeyPatch) -> None:
-    fresh = Ring._fresh_ledger
+    def all_of_it(ledger: Ledger, held: Any, call: RollCall, reason: str) -> Any:
+        return renewed(ledger, held, replace(call, claims=claims(held)), reason)
 
-    def old(self: Ring, slots: int, capacity: int, park_rows: int) -> Ledger:
-        return self.ledger if self.ledger.slots else fresh(self, slots, capacity, park_rows)
+    patcher.setattr(coord.ring, "renewed", all_of_it)
 
-    patcher.setattr(Ring, "_fresh_ledger", old)
+
+@mutation("a stage confirms what it does not hold", "successors")
+def _(patcher: pytest.MonkeyPatch) -> None:
+    patcher.setattr(SlotTable, "confirms", lambda *_: True)
 
 
 # ---- the turn ------------------------------------------------------------------------------------

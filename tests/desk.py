@@ -18,6 +18,7 @@ from transport.config import Ring as RingSpec
 from transport.config import Stage as StageSpec
 from transport.frame import (
     Cancel,
+    Claim,
     Frame,
     Heartbeat,
     Kind,
@@ -97,6 +98,7 @@ class Desk:
         self.slots = slots
         self.core = Scheduler((spec(stages),), limits, vocabulary=vocabulary, drafter=drafter)
         self.now = 100.0
+        self.claimed: tuple[Claim, ...] = ()  # in the last roll call
 
     @property
     def ring(self) -> Ring:
@@ -110,6 +112,9 @@ class Desk:
         self.now += after
         actions = self.core.handle(frame, self.now)
         self.core.check()
+        for action in actions:
+            if isinstance(action, Send) and isinstance(action.frame, RollCall):
+                self.claimed = action.frame.claims
         return [replace(a, miss=None) if isinstance(a, Admitted) else a for a in actions]
 
     def tick(self, after: float = 0.0) -> list[Action]:
@@ -140,17 +145,25 @@ class Desk:
     def entries(self) -> tuple[StageEntry, ...]:
         return tuple(entry(index, self.stages, self.slots) for index in range(self.stages))
 
-    def answer(self, entries: Sequence[StageEntry] | None = None) -> list[Action]:
-        """The roll call of the current epoch comes round."""
+    def answer(
+        self, entries: Sequence[StageEntry] | None = None, claims: Sequence[Claim] | None = None
+    ) -> list[Action]:
+        """The roll call of the current epoch comes round.
+
+        claims: what the stages confirm; by default all, or nothing where they are others.
+        """
         found = self.entries() if entries is None else tuple(entries)
-        return self.tell(RollCall("r", self.ring.epoch, (), found))
+        if claims is None:
+            same = entries is None or found == self.ring.entries
+            claims = self.claimed if same else ()
+        return self.tell(RollCall("r", self.ring.epoch, tuple(claims), found))
 
     def probe(self, actions: list[Action]) -> list[Action]:
         """The self-check's two frames go round; what the second verdict made."""
         for _ in range(2):
             (run,) = runs(actions)
             segment = run.segments[0]
-            result = Result(0, segment.slot, 3, (5,), (-0.5,))
+            result = Result(0, segment.slot, segment.end - 1, (5,), (-0.5,))
             actions = self.tell(Verdict("r", run.epoch, run.seq, (result,), ()))
         return actions
 

@@ -7,14 +7,15 @@ that a test can play any interleaving that a network could.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Self
 
 from coord.actions import Action, Admitted, Draft, Failed, Finished, Send, Tokens
 from coord.draft import Drafter, LookupDrafter
 from coord.scheduler import Scheduler
-from pipeline.forward import perform
+from pipeline.forward import perform_forward
 from pipeline.model import ToyModel
 from pipeline.stage import CopyRows, DropRows, Forward, Stage
 from pipeline.stage import Send as StageSend
@@ -35,6 +36,7 @@ from transport.frame import (
     LinkGap,
     Refusal,
     Reject,
+    Remembered,
     Run,
     Sampling,
     Segment,
@@ -160,7 +162,8 @@ class MemoryRing:
         codec: bool = True,
     ) -> None:
         self.limits = bounds or limits(slots=slots)
-        spec = ring_spec(name, stages, layers)
+        self._spec = spec = ring_spec(name, stages, layers)
+        self._drafter = drafter
         self.name = name
         self.names = [stage.name for stage in spec.stages]
         self.layers = [stage.layers for stage in spec.stages]
@@ -193,7 +196,7 @@ class MemoryRing:
 
     # ---- clients -------------------------------------------------------------------------------
 
-    def form(self) -> MemoryRing:
+    def form(self) -> Self:
         for name, incarnation in zip(self.names, self.incarnations, strict=True):
             self.beat(name, incarnation)
         self.pump()
@@ -283,7 +286,7 @@ class MemoryRing:
             forward = self.forwards[index]
             assert forward is not None
             self.forwards[index] = None
-            self._stage_takes(index, perform(self.models[index], forward))
+            self._stage_takes(index, perform_forward(self.models[index], forward))
             return
         frame = self.links[index].popleft()
         if self._codec:
@@ -328,6 +331,39 @@ class MemoryRing:
         self.stages[index] = self._stage(index)
         if told:
             self.beat(self.names[index], self.incarnations[index])
+
+    def recollection(self, salts: Iterable[bytes]) -> list[Remembered]:
+        """What the coordinator would write down of its ledger now."""
+        print_ = self.models[0].info.fingerprint
+        roots = {self.root(salt): salt for salt in salts}
+        return [
+            Remembered(
+                self.name,
+                number,
+                print_,
+                roots[each.chain.root],
+                each.chain.tokens(),
+                each.hint,
+                each.proven,
+                max(0.0, self.now - each.used),
+            )
+            for number, each in self.scheduler.rings[self.name].ledger.holdings().items()
+            if each.chain is not None
+        ]
+
+    def succeed(self, remembered: Sequence[Remembered], first_epoch: int) -> None:
+        """The coordinator dies; its successor is told what was remembered, and forms the ring."""
+        assert self._tell is None
+        for turn, reply in self.replies.items():
+            if not reply.over:
+                reply.failed = Failed(turn, 503, "shutting_down", "")
+        bounds = self.limits
+        self.scheduler = Scheduler(
+            (self._spec,), bounds, first_epoch=first_epoch, drafter=self._drafter
+        )
+        for each in remembered:
+            self.tell(each)
+        self.form()
 
     def lose(self, link: int, count: int) -> None:
         """The next `count` frames on a link are lost in one run; its receiver sees the jump."""

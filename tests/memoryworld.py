@@ -7,6 +7,7 @@ ledger with every stage's chain and with the bytes that the toy really holds.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from coord.actions import Action, Admitted, Failed, Finished, Send, Tokens
 from coord.draft import Drafter
@@ -55,6 +56,7 @@ class MemoryWorld:
         *,
         stages: Sequence[int] = (2,),
         slots: int = 2,
+        spares: Sequence[int] = (),
         codec: bool = False,
         check_every: int = 1,
         drafter: Callable[[], Drafter] | None = None,
@@ -62,7 +64,10 @@ class MemoryWorld:
         self.oracle = oracle
         self.limits = bounds
         self.now = 0.0
-        specs = tuple(ring_spec(f"r{i}", n, oracle.layers) for i, n in enumerate(stages))
+        specs = tuple(
+            replace(ring_spec(f"r{i}", n, oracle.layers), spare=i in spares)
+            for i, n in enumerate(stages)
+        )
         self.check_every = check_every  # frames; its invariants don't heal, so a few suffice
         self._told = 0
         self.scheduler = Scheduler(specs, bounds, drafter=drafter)

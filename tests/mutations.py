@@ -43,7 +43,7 @@ WORLDS = [
         (7, 4, 3, None, 20000),
         (8, 2, 8, 9, 1600),
     )
-    for trouble in ("none", "lies", "gaps", "restarts")
+    for trouble in ("none", "lies", "gaps", "restarts", "successors")
 ] + [  # the tail's link loses verdicts
     Plan(103, 3, 2, 1, None, 0, trouble="gaps"),
     Plan(114, 3, 2, 8, None, 0, trouble="gaps"),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from transport import codec
 from transport.frame import (
     GREEDY,
+    Claim,
     Copy,
     Envelope,
     Forwarded,
@@ -20,6 +21,7 @@ from transport.frame import (
     Local,
     Refusal,
     Reject,
+    Remembered,
     Result,
     RollCall,
     Run,
@@ -76,6 +78,7 @@ BY_NAME: dict[str, st.SearchStrategy[Any]] = {
     "stops": some(token_ids),
     "parent_hash": digests,
     "salt": salts,
+    "fingerprint": st.binary(min_size=1, max_size=64),
     "turn": serials,
     "epoch": st.integers(0, codec.MAX_EPOCH),
     "seq": serials,
@@ -87,7 +90,9 @@ BY_NAME: dict[str, st.SearchStrategy[Any]] = {
     "progress": units,
     "reuse": st.booleans(),
     "done": some(names),
-    "parked": some(counts),
+    "digest": digests,
+    "proven": st.booleans(),
+    "idle_s": st.floats(0.0, 1e9),
     "row_bytes": serials,
     "park_bytes": serials,
     "hint": names,
@@ -98,12 +103,15 @@ BY_NAME: dict[str, st.SearchStrategy[Any]] = {
 BY_CLASS: dict[tuple[type, str], st.SearchStrategy[Any]] = {
     (Segment, "tokens"): some(token_ids, 1),
     (Copy, "length"): st.integers(1, codec.U31),
+    (Claim, "number"): counts,
+    (Remembered, "number"): counts,
+    (Claim, "length"): st.integers(1, codec.U31),
+    (Remembered, "tokens"): some(token_ids, 1),
     (Reject, "turn"): st.none() | serials,
     (Reject, "slot"): st.none() | counts,
     (Reject, "code"): st.sampled_from(Refusal),
     (Segment, "kind"): st.sampled_from(Kind),
     (Heartbeat, "state"): st.sampled_from(StageState),
-    (StageEntry, "fingerprint"): st.binary(min_size=1, max_size=64),
     (StageEntry, "layers"): st.tuples(counts, counts),
     (Timing, "wait_us"): serials,
     (Timing, "forward_us"): serials,
@@ -142,6 +150,7 @@ BY_CLASS[Segment, "sampling"] = BY_CLASS[Submit, "sampling"] = _samplings
 BY_CLASS[Run, "segments"] = some(records(Segment), 0, 3)
 BY_CLASS[Run, "timings"] = BY_CLASS[Verdict, "timings"] = some(records(Timing))
 BY_CLASS[Verdict, "results"] = BY_CLASS[Forwarded, "results"] = some(records(Result), 0, 3)
+BY_CLASS[RollCall, "claims"] = some(records(Claim))
 BY_CLASS[RollCall, "entries"] = some(records(StageEntry), 0, 3)
 
 envelopes = records(Envelope)

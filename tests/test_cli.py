@@ -172,7 +172,7 @@ def test_stage_and_coord_pass_every_option(up: FakeUp, tmp_path: Path) -> None:
     ring.touch()
     common = {"ring": ring, "record": None, "record_payloads": "none", "with_parent": False}
     common["insecure"] = False
-    keys = {"api_key": None, "api_key_file": None}
+    keys = {"api_key": None, "api_key_file": None, "state": None}
     assert cli.run(["stage", "--ring", str(ring), "--name", "s0", "--device", "cuda:0"]) == 7
     assert cli.run(["coord", "--ring", str(ring), "--http", "0.0.0.0:80"]) == 7
     assert up.calls == [

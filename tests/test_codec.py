@@ -17,6 +17,7 @@ from transport import codec
 from transport.codec import decode, decode_header, encode
 from transport.frame import (
     GREEDY,
+    Claim,
     Envelope,
     Forwarded,
     Frame,
@@ -25,6 +26,7 @@ from transport.frame import (
     Kind,
     Refusal,
     Reject,
+    Remembered,
     Result,
     RollCall,
     Run,
@@ -50,10 +52,11 @@ ENTRY = StageEntry("s0", 9, (0, 10), 30, b"fingerprint", 4, 512, 256, "packed", 
 SAMPLES: list[Frame] = [
     RUN,
     VERDICT,
-    RollCall("ring0", 4, (1000,), (ENTRY,)),
+    RollCall("ring0", 4, (Claim(1000, 12, b"h" * 16),), (ENTRY,)),
     Reject("ring0", 3, 17, "s1", Refusal.GAP, "why", 5, 1),
     Heartbeat("ring0", "s0", 9, StageState.LOADING, 0.5, "layer 3", 4242, 1 << 30),
     Submit(5, (1, 2, 3), 10, (0,), GREEDY, b"salt", True, "session", 2.5),
+    Remembered("ring0", 3, b"print", b"salt", (1, 2), "session", True, 1.5, 60.0),
 ]
 
 

@@ -133,6 +133,8 @@ MISTAKES: list[tuple[str, str, int, str | None, str]] = [
     ('http = "127.0.0.1:8000"', 'drafter = "n"', 9, "coordinator.drafter", "of off, lookup, model"),
     ("[limits]", 'drafter = "model"\n[limits]', 11, "coordinator.drafter", "needs the key"),
     ("[limits]", 'draft_model = ""\n[limits]', 11, "coordinator.draft_model", 'folder or "toy"'),
+    ("[limits]", 'state = ""\n[limits]', 11, "coordinator.state", 'must be a file'),
+    ('name = "ring0"', 'name = "ring0"\nspare = true', 18, "ring[0].spare", "every ring is a"),
     ("[limits]", "[limit]", 11, "limit", "unknown key; did you mean 'limits'?"),
     ("[limits]", "[[limits]]", 11, "limits", "must be a table, not"),
     ("[coordinator]", "[model.x]", 8, "model.x", "unknown key"),
@@ -259,6 +261,7 @@ def configs(draw: st.DrawFn) -> Config:
             f"tcp://10.0.0.1:{next(ports)}",
             stages(names[count:][i::count]),
             draw(st.none() | st.just("tcp://0.0.0.0:9")),
+            spare=i > 0 and draw(st.booleans()),
         )
         for i in range(count)
     )
@@ -284,6 +287,7 @@ def configs(draw: st.DrawFn) -> Config:
         draw(st.none() | st.integers(1, 64)),
         draw(st.none() | st.integers(0, 64)),
         draft_model=path,
+        state=draw(st.sampled_from([None, "off", "/folder/file"])),
     )
     emulate = Emulate(
         draw(st.floats(0, 60_000)),

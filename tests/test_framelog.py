@@ -111,12 +111,12 @@ def test_a_local_frame_is_under_the_recorders_own_name() -> None:
 def test_the_format_is_fixed() -> None:
     """Version 1, to the byte: logs outlive releases."""
     file = io.BytesIO()
-    writer = FrameLogWriter(file, LogHeader("r", "n", 1, "v", 2, 3, "c"), Payloads.FULL)
+    writer = FrameLogWriter(file, LogHeader("r", "n", 1, "v", 2, 3, "c", 4, 5), Payloads.FULL)
     writer.record(4, 5, Direction.OUT, "l", Ping("p", 6, 7), envelope=Envelope("s", 8, 9))
     assert file.getvalue().hex() == (
-        "894b56524c4f470a010000000c0000009ec829c097a172a16e01a1760203a1634b56524339000000"
-        "c6ab354858eb6e360400000000000000050000000000000001020100100000000900000000000000"
-        "00000000000000006c9601a1730809a450696e6793a1700607"
+        "894b56524c4f470a010000000e0000004830ede199a172a16e01a1760203a16304054b5652433900"
+        "0000c6ab354858eb6e36040000000000000005000000000000000102010010000000090000000000"
+        "000000000000000000006c9601a1730809a450696e6793a1700607"
     )
 
 

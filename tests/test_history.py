@@ -102,6 +102,44 @@ def test_one_text_keeps_few_spellings_and_few_conversations() -> None:
     assert len(history.recall(b"", "Yes.")[0].prompts) == 16
 
 
+def test_what_was_written_is_recalled_by_the_next_one() -> None:
+    """Newest last, as it was written; all spellings and conversations of it."""
+    written: dict[bytes, bytes] = {}
+    history = History(write=written.__setitem__)
+    history.add(b"one", "ab", [1, 2], [97, 98])
+    history.add(b"one", "ab", [3], [97, 98])
+    history.add(b"", "c", [3], [32, 99], " ")
+    after = History(decode=lambda ids: bytes(ids).decode())
+    assert all(after.restore(key, body) for key, body in written.items())
+    for salt, text in ((b"one", "ab"), (b"", "c"), (b"", "ab"), (b"one", "never")):
+        assert after.recall(salt, text) == history.recall(salt, text)
+    assert after.size == history.size
+
+
+def test_ids_of_another_vocabulary_are_not_believed() -> None:
+    """The model was changed meanwhile: the text is the same, its ids are not."""
+    written: dict[bytes, bytes] = {}
+    History(write=written.__setitem__).add(b"", "ab", [1, 2], [97, 98])
+    after = History(write=written.__setitem__, decode=lambda ids: bytes(ids).decode().upper())
+    for key, body in list(written.items()):
+        assert after.restore(key, body)
+    assert after.recall(b"", "ab") == ()
+    assert (len(after), after.size) == (0, 0)
+    after.restore(*next(iter(written.items())))
+    after.add(b"", "ab", [1], [65, 66])
+    assert [each.ids for each in after.recall(b"", "ab")] == [(65, 66)]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"\xc1", b"\x90", b"\x01", b"\xa3abc", b"\x91\x93\xc4\x03abc\x90\xa0", b"\x91" * 2000],
+)
+def test_a_damaged_entry_is_no_entry(body: bytes) -> None:
+    history = History(decode=str)
+    assert not history.restore(b"k" * 32, body)
+    assert (len(history), history.size) == (0, 0)
+
+
 # ---- which ids stand for a text -----------------------------------------------------------------
 
 

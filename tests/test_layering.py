@@ -32,6 +32,7 @@ CORE = (
     "coord/actions.py",
     "coord/draft.py",
     "coord/draft_model.py",
+    "coord/inflight.py",
     "coord/ledger.py",
     "coord/placing.py",
     "coord/ring.py",

@@ -53,6 +53,15 @@ def test_restarted_stages_cost_no_token(plan: Plan) -> None:
 
 
 @RANDOMLY
+@given(plans("successors"))
+@example(Plan(4, park=8000, trouble="successors"))
+@example(Plan(5, park=8000, trouble="successors", model=True))
+def test_a_successors_memory_costs_no_token(plan: Plan) -> None:
+    """CASES 8, 22: another coordinator believes of its memory what all stages hold, all of it."""
+    visit(plan)
+
+
+@RANDOMLY
 @given(plans("gaps"))
 @example(Plan(2, park=8000, trouble="gaps"))
 def test_lost_frames_cost_no_token(plan: Plan) -> None:

@@ -5,7 +5,7 @@ CASES 8, 22, 25, 28 to 32: a turn goes on where it was, or fails within a stated
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,8 +13,10 @@ import pytest
 from coord.actions import Action, Admitted, Failed, Finished, Send, Tokens
 from coord.ring import RETRY_S, Phase
 from coord.scheduler import MAX_REFUSALS
-from tests.desk import LIMITS, Desk, entry, prefill, runs, slot_of, verify
+from tests.desk import LIMITS, PRINT, Desk, entry, prefill, runs, slot_of, verify
+from transport.chain import Chain, root_hash
 from transport.frame import (
+    Claim,
     Copy,
     Frame,
     Free,
@@ -30,6 +32,11 @@ from transport.frame import (
 )
 
 PROMPT = tuple(range(1, 11))  # three chunks: 4, 4 and 2 tokens
+
+
+def claim(number: int, tokens: Sequence[int]) -> Claim:
+    chain = Chain(root_hash(PRINT, b""), tokens)
+    return Claim(number, len(chain), chain.hash_before(len(chain)))
 
 
 def refusal(run: Run, turn: int, code: Refusal = Refusal.CONTENT) -> Reject:
@@ -229,10 +236,12 @@ def test_parked_rows_of_a_lost_stage_are_freed_on_the_others() -> None:
     desk, copy = parking()
     desk.tell(copy)
     desk.tick(RETRY_S)
-    assert desk.tell(StageLost("r", "s1", "killed")) == [Send(RollCall("r", 2, (1,)))]
+    held = claim(0, (5, 6)), claim(1, range(70))
+    assert desk.tell(StageLost("r", "s1", "killed")) == [Send(RollCall("r", 2, held))]
     roomy = {"capacity": 128, "row_bytes": 1, "park_bytes": 100}
     new = (entry(0, slots=1), replace(entry(1, slots=1), incarnation=99))
-    freed, probe = desk.answer([replace(each, **roomy) for each in new])  # type: ignore[arg-type]
+    entries = [replace(each, **roomy) for each in new]  # type: ignore[arg-type]
+    freed, probe = desk.answer(entries)
     assert freed == Send(Free("r", 2, 6, 1))
     assert len(runs([probe])) == 1
     assert not desk.ring.ledger.parked

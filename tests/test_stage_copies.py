@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 
 from pipeline.stage import CopyRows, DropRows, Forward, Send, Stage
-from tests.test_stage import copy, info, nothing, ready, refusal, run, segment, wrote
-from transport.frame import Copy, Free, Refusal, RollCall
+from tests.test_stage import PRINT, copy, info, nothing, ready, refusal, run, segment, wrote
+from transport.chain import Chain, root_hash
+from transport.frame import Claim, Copy, Free, Refusal, RollCall
 
 ROW_BYTES = 4
 
@@ -22,6 +23,11 @@ def parking(park_rows: int = 5) -> Stage:
     stage = Stage("r", "me", 7, block, park_bytes=ROW_BYTES * park_rows + ROW_BYTES - 1)
     stage.handle(RollCall("r", 1), 0.0)
     return wrote(stage, 1, 2, 3)
+
+
+def claim(number: int, *tokens: int) -> Claim:
+    chain = Chain(root_hash(PRINT, b""), tokens)
+    return Claim(number, len(tokens), chain.hash_before(len(tokens)))
 
 
 def test_copy_forks_a_prefix() -> None:
@@ -123,11 +129,39 @@ def test_a_roll_call_drops_what_the_coordinator_does_not_know() -> None:
     stage = parking()
     stage.handle(copy(3, (1, 2, 3), target=7), 0.0)
     stage.handle(copy(2, (1, 2), target=8), 0.0)
-    dropped, answer = stage.handle(RollCall("r", 2, (8, 9)), 0.0)
+    dropped, answer = stage.handle(RollCall("r", 2, (claim(8, 1, 2), claim(9, 1))), 0.0)
     assert dropped == DropRows(7)
     assert isinstance(answer, Send)
     assert isinstance(answer.frame, RollCall)
+    assert answer.frame.claims == (claim(8, 1, 2),)
     (entry,) = answer.frame.entries
     assert (entry.row_bytes, entry.park_bytes) == (ROW_BYTES, 23)
     back = replace(copy(2, (1, 2), source=8, target=1), epoch=2)
     assert stage.handle(back, 0.0)[0] == CopyRows(8, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("claimed", "confirmed"),
+    [
+        (claim(0, 1, 2, 3), True),
+        (claim(0, 1, 2), True),  # the next turn writes on from there
+        (claim(0, 1, 2, 3, 4), False),
+        (claim(0, 1, 9), False),
+        (claim(1, 1, 2), False),  # another slot
+        (replace(claim(0, 1, 2), digest=b"\0" * 16), False),
+        (claim(7, 1, 2), True),
+        (claim(7, 1), False),  # parked rows that nobody would count
+        (claim(8, 1, 2), False),
+    ],
+)
+def test_a_roll_call_strikes_out_what_is_not_there(claimed: Claim, confirmed: bool) -> None:
+    """A coordinator that restarted believes nothing that a stage has not confirmed."""
+    stage = parking()
+    stage.handle(copy(2, (1, 2), target=7), 0.0)
+    *dropped, answer = stage.handle(RollCall("r", 2, (claimed,)), 0.0)
+    assert isinstance(answer, Send)
+    assert isinstance(answer.frame, RollCall)
+    assert answer.frame.claims == ((claimed,) if confirmed else ())
+    kept = confirmed and claimed.number == 7
+    assert dropped == ([] if kept else [DropRows(7)])
+    assert stage.slots.tokens(0) == (1, 2, 3)

@@ -168,3 +168,16 @@ def test_the_queue_is_bounded_and_a_cancelled_turn_compares_what_it_got() -> Non
         assert ring.idle() is not None
         ring.pump()
     assert counts(ring)[:2] == (MAX_QUEUED, 0)
+
+
+def test_looking_for_a_slot_changes_nothing() -> None:
+    """Only `handle` may change the core: a replay of the log does not look."""
+    ring = Verified(1.0, slots=2)
+    known: list[int] = []
+    for new in (PROMPT, [5], [6]):
+        chat(ring, known, new)
+    ledger = ring.scheduler.rings["r"].ledger
+    for slot in ledger.slots:
+        slot.twin = None
+    assert ring.verifier.next(99, ring.now + IDLE_S) is not None
+    assert [slot.twin for slot in ledger.slots] == [None, None]

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import pytest
@@ -18,7 +18,7 @@ from coord.draft_model import ModelDrafter
 from tests.memoryring import VOCABULARY, MemoryRing, limits, serial
 from tools.sim.samplings import draw_sampling
 from transport.chain import Chain
-from transport.frame import GREEDY, Copy, Drafted, Frame, Sampling
+from transport.frame import GREEDY, Copy, Drafted, Frame, Remembered, Sampling
 
 COMMON = [7] * 30 + list(range(10, 30))  # a shared system prompt, repetitive at first
 SALTS = (b"", b"", b"", b"tenant")
@@ -29,10 +29,11 @@ class Plan:
     """What a world is made of.
 
     rows: from how many rows on a prefix is worth a copy, or a place in the park. trouble: "none";
-    "restarts" of stages, with stale answers repeated; "gaps": frames lost on links; "lies": the
-    ledger claims what is not there, and stages lose rows. sampled: turns sample, with penalties,
-    biases and filters of all kinds; else they are greedy. model: drafts come from a draft model
-    whose answers are late, wrong, repeated or never given.
+    "restarts" of stages, with stale answers repeated; "successors": the coordinator dies, and the
+    next one is told what is right, old, cut or a lie, and stages restart now and then; "gaps":
+    frames lost on links; "lies": the ledger claims what is not there, and stages lose rows.
+    sampled: turns sample, with penalties, biases and filters of all kinds; else they are greedy.
+    model: drafts come from a draft model whose answers are late, wrong, repeated or never given.
     """
 
     seed: int
@@ -113,6 +114,8 @@ class World:
         self.told: dict[int, int] = {}  # turn -> known tokens that the draft model was told
         self.asked: list[Draft] = []
         self.clients = [Client([]) for _ in range(4)]
+        self.old: list[Remembered] = []  # what was once true
+        self.succeeded = 0  # coordinators whose whole memory was right, and so was kept
 
     def edit(self, history: list[int]) -> list[int]:
         """What a client makes of its conversation before it goes on."""
@@ -193,7 +196,8 @@ class World:
         assert tuple(reply.tokens) == truth[: len(reply.tokens)]
         if not reply.over:
             return
-        fair = ("not_ready", "ring_lost", *(["rows_refused"] * (self.plan.trouble == "lies")))
+        fair = ["not_ready", "ring_lost", "shutting_down"]
+        fair += ["rows_refused"] * (self.plan.trouble == "lies")
         assert reply.failed is None or reply.failed.code in fair, reply
         if not client.cancelled and reply.failed is None:
             assert tuple(reply.tokens) == truth
@@ -213,6 +217,11 @@ class World:
                     ring.restart(draw.randrange(self.plan.stages), told=draw.random() < 0.5)
                 if draw.random() < 0.03 and ring.answers:
                     ring.tell(draw.choice(ring.answers))
+            case "successors":
+                if draw.random() < 0.01:
+                    ring.restart(draw.randrange(self.plan.stages), told=draw.random() < 0.5)
+                if draw.random() < 0.03:
+                    self.succeed()
             case "gaps":
                 links = [k for k, link in enumerate(ring.links) if link]
                 copies = [k for k in links if is_copy(ring.links[k][0])]
@@ -226,6 +235,56 @@ class World:
                     ring.stages[index].slots.free(draw.randrange(self.plan.slots))
         if self.plan.trouble != "none" and draw.random() < 0.02:
             ring.wait(draw.choice((0.3, 1.1)))
+
+    def succeed(self) -> None:
+        """Another coordinator goes on with what one before it wrote down, now or long ago."""
+        draw, ring = self.random, self.ring
+        core = ring.scheduler.rings["r"]
+        truth = ring.recollection(SALTS)
+        told = truth
+        kind = draw.choice(("right", "right", "old", "cut", "lies", "nothing"))
+        if kind == "old":
+            told = self.old
+        elif kind == "cut":
+            told = [replace(r, tokens=r.tokens[: draw.randrange(len(r.tokens)) + 1]) for r in truth]
+        elif kind == "lies":
+            told = [self.distort(each) for each in truth]
+        elif kind == "nothing":
+            told = []
+        alive = [entry.incarnation for entry in core.entries] == ring.incarnations
+        if draw.random() < 0.5:
+            ring.links[-1].clear()  # the last verdicts reached nobody
+        epoch = core.epoch + draw.choice((0, 0, 1, 1000)) - draw.choice((0, 0, 0, 1))
+        ring.succeed(told, max(0, epoch))
+        for client in self.clients:
+            if client.turn is not None:
+                self.listen(client)
+        self.old = truth
+        kept = ring.recollection(SALTS)
+        if core.epoch > epoch:
+            ring.wait(1.1)  # it was refused as older than the stages are: another epoch, at once
+            ring.pump()
+            kept = ring.recollection(SALTS)
+        if kind == "right" and alive:
+            full = [r for r in truth if len(r.tokens) + 4 > ring.limits.max_model_len]
+            assert [(r.number, r.tokens, r.salt) for r in kept] == [
+                (r.number, r.tokens, r.salt) for r in truth
+            ] or full, "what every stage holds was not believed"
+            self.succeeded += 1
+
+    def distort(self, said: Remembered) -> Remembered:
+        draw = self.random
+        tokens = list(said.tokens)
+        tokens[draw.randrange(len(tokens))] ^= 1
+        return draw.choice(
+            (
+                replace(said, tokens=tuple(tokens)),
+                replace(said, tokens=(*said.tokens, 1)),
+                replace(said, number=said.number + draw.randrange(1, 3)),
+                replace(said, salt=draw.choice(SALTS)),
+                replace(said, fingerprint=b"another model"),
+            )
+        )
 
     def lie(self, client: Client) -> None:
         """The ledger says that a free slot holds what the client asks for next, and more.

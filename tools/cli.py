@@ -165,6 +165,7 @@ def coord(
     ] = None,
     api_key: options.ApiKey = None,
     api_key_file: options.ApiKeyFile = None,
+    state: options.State = None,
     record: options.Record = None,
     record_payloads: options.RecordPayloads = options.Payloads.NONE,
     insecure: options.Insecure = False,
@@ -181,6 +182,7 @@ def coord(
             http=http,
             api_key=api_key,
             api_key_file=api_key_file,
+            state=state,
             record=record,
             record_payloads=record_payloads.value,
             insecure=insecure,
@@ -248,6 +250,64 @@ def status(
             evict=evict,
             keep=keep,
             ring=ring,
+        )
+    )
+
+
+@app.command()
+def replay(
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="PATH...", help="Frame logs, or folders of them.")
+    ],
+    *,
+    stage: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Compute this stage's frames with the real block."),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="DEVICE", help="Of the block [default: as recorded].")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="DIR|FILE.gguf", help="Of the block [default: as recorded]."),
+    ] = None,
+    tolerance: Annotated[
+        float, typer.Option(metavar="SHARE", help="Of a frame's largest value, if not exact.")
+    ] = 0.02,
+    ring: Annotated[
+        str | None,
+        typer.Option(metavar="RING.TOML", help="Ask its running stages again; same tokens?"),
+    ] = None,
+    speed: Annotated[
+        float, typer.Option(metavar="FACTOR", help="Of --ring; 0 for without pauses.")
+    ] = 1.0,
+    until: Annotated[
+        str | None,
+        typer.Option(metavar="N|EPOCH,SEQ|FILE:BYTE", help="Stop there; show the core's state."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> int:
+    """Replay frame logs into fresh cores: every frame sent must be equal. Exit code 1: it differs.
+
+    With --stage through a real block instead, with --ring on a live ring.
+    """
+    if stage is not None and ring is not None:
+        raise ToolError("--stage and --ring: one at a time", code=USAGE)
+    for name, value in (("tolerance", tolerance), ("speed", speed)):
+        _check_finite(name, value)
+        if value < 0:
+            raise ToolError(f"--{name} {value:g}: must not be negative", code=USAGE)
+    return _code(
+        _command("replay.command.run_replay")(
+            paths=paths,
+            stage=stage,
+            device=device,
+            model=model,
+            tolerance=tolerance,
+            ring=ring,
+            speed=speed,
+            until=until,
+            as_json=json,
         )
     )
 

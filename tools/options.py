@@ -41,6 +41,13 @@ ApiKeyFile = Annotated[
 Insecure = Annotated[
     bool, typer.Option("--insecure", help="Let other machines reach it without keys.")
 ]
+State = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE|off",
+        help="What is resident, kept for a restart [default: .kvring/NAME.sqlite beside --ring].",
+    ),
+]
 WithParent = Annotated[
     bool, typer.Option("--with-parent", hidden=True, help="End when standard input ends.")
 ]

@@ -12,7 +12,7 @@ import secrets
 import socket
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ from tools import events
 from tools.errors import USAGE, ToolError
 from tools.security import check_http, check_link, trust_of_coordinator, trust_of_stage
 from tools.stop import Stop, first
-from transport.config import Config, ConfigError, Ring, Stage, load
+from transport.config import OFF, Config, ConfigError, Ring, Stage, dumps, load
 from transport.framelog import LogHeader, Payloads
 from transport.link import LinkError
 from transport.recorder import Recorder
@@ -34,8 +34,11 @@ if TYPE_CHECKING:
     from coord.coordinator import Coordinator
     from coord.drafting import DraftRunner
     from coord.gateway import Settings
+    from coord.history import History
     from coord.http.keys import Key
     from coord.http.limits import Door
+    from coord.store import Store
+    from coord.tokenizer import Tokenizer
 
 
 def run_stage(
@@ -52,7 +55,7 @@ def run_stage(
 
     It finishes the frame at hand first.
     """
-    config = _load(ring)
+    config = load_config(ring)
     try:
         which, spec = config.find(name)
     except KeyError as error:
@@ -63,7 +66,7 @@ def run_stage(
     # OpenMP reads it when torch is imported; more threads than cores spin and cost 3-6x
     os.environ["OMP_NUM_THREADS"] = str(spec.threads)
     incarnation = secrets.randbits(63)
-    with _recorder("stage", name, incarnation, record, record_payloads) as recorder:
+    with _recorder("stage", name, incarnation, config, record, record_payloads) as recorder:
         return asyncio.run(
             _stage(config, which, spec, device, incarnation, recorder, with_parent, trust)
         )
@@ -108,6 +111,7 @@ def run_coord(
     http: str | None,
     api_key: str | None,
     api_key_file: Path | None = None,
+    state: str | None = None,
     record: Path | None,
     record_payloads: str,
     insecure: bool = False,
@@ -117,7 +121,7 @@ def run_coord(
 
     Turns that run may end first, within limits.drain_s; a second signal ends it at once.
     """
-    config = _load(ring)
+    config = load_config(ring)
     events.configure()
     if config.coordinator.drafter == "model":
         os.environ["OMP_NUM_THREADS"] = str(config.rings[0].head.threads)  # see run_stage
@@ -129,11 +133,36 @@ def run_coord(
         check_link(who, each.listen, keys=trust is not None, insecure=insecure)
     check_http(http or config.coordinator.http, keys=bool(keys), insecure=insecure)
     listener = listen(http or config.coordinator.http)
-    with listener, _recorder("coordinator", "coord", incarnation, record, record_payloads) as log:
+    with listener, contextlib.ExitStack() as stack:
+
+        def open_log(first_epoch: int, vocabulary: int) -> Recorder | None:
+            recording = _recorder(
+                "coordinator",
+                "coord",
+                incarnation,
+                config,
+                record,
+                record_payloads,
+                first_epoch=first_epoch,
+                vocabulary=vocabulary,
+            )
+            return stack.enter_context(recording)
+
         folder = record or Path("logs")
+        file = _state_file(state or config.coordinator.state, ring)
         return asyncio.run(
-            _coord(config, listener, keys, incarnation, log, folder, with_parent, trust)
+            _coord(config, listener, keys, incarnation, open_log, folder, with_parent, trust, file)
         )
+
+
+def _state_file(said: str | None, ring: Path) -> Path | None:
+    """Where the coordinator's memory is kept; beside ring.toml unless something else is said."""
+    if said is None:
+        return ring.parent / ".kvring" / f"{ring.stem}.sqlite"
+    try:
+        return None if said == OFF else Path(said).expanduser()
+    except RuntimeError as error:
+        raise ToolError(f"--state {said}: {error}", code=USAGE) from None
 
 
 async def _coord(
@@ -141,12 +170,13 @@ async def _coord(
     listener: socket.socket,
     api_keys: tuple[Key, ...],
     incarnation: int,
-    recorder: Recorder | None,
+    open_log: Callable[[int, int], Recorder | None],
     folder: Path,
     with_parent: bool,
     trust: CoordinatorTrust | None,
+    state: Path | None,
 ) -> int:
-    from coord.coordinator import Coordinator
+    from coord.coordinator import Coordinator, new_epoch
     from coord.gateway import build_app
     from coord.http.connection import Patience, protocol
     from coord.http.limits import Door
@@ -159,15 +189,26 @@ async def _coord(
     except (ValueError, OSError) as error:
         raise ToolError(f"tokenizer: {error}") from None
     drafts = await _drafts(config, tokenizer.vocabulary)
+    store = None if state is None else _store(state)
+    history = _history(store, tokenizer)
+    epoch = new_epoch()
     coordinator = Coordinator(
-        config, incarnation, tokenizer.vocabulary, recorder, folder, drafts, trust
+        config,
+        incarnation,
+        tokenizer.vocabulary,
+        open_log(epoch, tokenizer.vocabulary),
+        folder,
+        drafts,
+        trust=trust,
+        store=store,
+        first_epoch=epoch,
     )
     try:
         await coordinator.open()
     except LinkError as error:
         raise ToolError(f"coordinator: {error}") from None
     door = Door(coordinator.counters, per_key_turns=limits.per_key_turns)
-    app = build_app(coordinator, tokenizer, _settings(config, api_keys), door)
+    app = build_app(coordinator, tokenizer, _settings(config, api_keys), door, history)
     patience = Patience(write_s=limits.write_timeout_s, connections=limits.connections)
     server = _Server(
         uvicorn.Config(
@@ -238,6 +279,33 @@ async def _drafts(config: Config, vocabulary: int) -> DraftRunner | None:
     return DraftRunner(model, tokens)
 
 
+def _store(file: Path) -> Store | None:
+    """The state file; without one (it says why) a restart is cold, and nothing else is amiss."""
+    from coord.store import Store, StoreError
+
+    log = structlog.get_logger()
+    try:
+        store = Store(file)
+    except StoreError as error:
+        log.warning("state_not_kept", reason=str(error))
+        return None
+    if store.moved is not None:
+        log.warning("state_damaged", file=str(file), moved_to=str(store.moved))
+    return store
+
+
+def _history(store: Store | None, tokenizer: Tokenizer) -> History:
+    """What the model said, to be found again after a restart."""
+    from coord.history import History
+
+    if store is None:
+        return History()
+    history = History(write=store.say, decode=tokenizer.decode)
+    for key, body in store.spoken():
+        history.restore(key, body)
+    return history
+
+
 class _Server(uvicorn.Server):
     """uvicorn without its signal handlers: the process has its own."""
 
@@ -291,7 +359,8 @@ def listen(address: str) -> socket.socket:
     return listener
 
 
-def _load(path: Path) -> Config:
+def load_config(path: Path) -> Config:
+    """A ring.toml. ToolError names the key and the line."""
     try:
         return load(path)
     except (ConfigError, OSError) as error:
@@ -300,12 +369,29 @@ def _load(path: Path) -> Config:
 
 @contextlib.contextmanager
 def _recorder(
-    role: str, name: str, incarnation: int, directory: Path | None, payloads: str
+    role: str,
+    name: str,
+    incarnation: int,
+    config: Config,
+    directory: Path | None,
+    payloads: str,
+    *,
+    first_epoch: int = 0,
+    vocabulary: int = 0,
 ) -> Iterator[Recorder | None]:
     if directory is None:
         yield None
         return
-    header = LogHeader(role, name, incarnation, _version(), time.time_ns(), 0)
+    header = LogHeader(
+        role,
+        name,
+        incarnation,
+        _version(),
+        time.time_ns(),
+        config=dumps(config),
+        first_epoch=first_epoch,
+        vocabulary=vocabulary,
+    )
     try:
         recorder = Recorder(directory, header, Payloads[payloads.upper()])
     except OSError as error:

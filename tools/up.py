@@ -27,6 +27,7 @@ from tools.security import check_http
 from tools.serve import listen
 from tools.terminal import ProgressLine
 from transport.config import (
+    OFF,
     TOY,
     Config,
     ConfigError,
@@ -199,6 +200,7 @@ def _plan(wanted: Options, folder: Path) -> Config:
             wanted.draft_tokens,
             wanted.verify_share,
             draft,
+            OFF,  # its stages end with it: nothing could be warm when it starts again
         ),
         Limits(
             slots=wanted.slots,

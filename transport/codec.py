@@ -24,6 +24,7 @@ from transport.frame import (
     GREEDY,
     Buffer,
     Cancel,
+    Claim,
     Copy,
     Drafted,
     Envelope,
@@ -39,6 +40,7 @@ from transport.frame import (
     Ping,
     Refusal,
     Reject,
+    Remembered,
     Result,
     RollCall,
     Run,
@@ -64,7 +66,7 @@ MAX_TOKENS = 1 << 20  # tokens of one segment or prompt
 MAX_SLOTS = 1024  # slots of one stage
 MAX_STAGES = 256  # stages in one ring: timings and roll-call entries
 MAX_ROWS = 1 << 16  # positions of one Result with logprobs; the longest list of all
-MAX_PARKED = 1 << 16  # parked prefixes that one coordinator knows
+MAX_PARKED = 1 << 16  # parked prefixes of one stage, and claims of a roll call
 MAX_TOP = 64  # most likely tokens listed per position
 MAX_BIAS = 300  # biased tokens of one turn, as OpenAI's API has it; 4 KB in each of its segments
 MAX_TEXT = 4096  # characters of a detail
@@ -285,6 +287,7 @@ _SERIAL = _integer(0, U63)
 _EPOCH = _integer(0, MAX_EPOCH)
 _DIGEST = _binary(DIGEST_BYTES, DIGEST_BYTES)
 _SALT = _binary(0, 64)
+_PRINT = _binary(1, 64)
 
 _PENALTY = _real(-1e3, 1e3)
 _SHAPING = _record(
@@ -325,6 +328,7 @@ _SEGMENT = _record(
 _ENVELOPE = _record(Envelope, _NAME, _SERIAL, _SERIAL)[1]
 _TIMINGS = _many(_record(Timing, _NAME, _SERIAL, _SERIAL), 0, MAX_STAGES)
 _KEEP = _real(0.0, 1e9)
+_CLAIM = _record(Claim, _COUNT, _integer(1, U31), _DIGEST)
 _LOGPROB = _real(-math.inf, 0.0)
 _TOP = _many(_pair(_COUNT, _LOGPROB), 0, MAX_TOP)
 _RESULT = _record(
@@ -343,7 +347,7 @@ _ENTRY = _record(
     _SERIAL,
     _pair(_COUNT, _COUNT),
     _COUNT,
-    _binary(1, 64),
+    _PRINT,
     _COUNT,
     _COUNT,
     _COUNT,
@@ -374,7 +378,7 @@ _CODECS: dict[str, _Codec] = {
             _optional(_SERIAL),
             _optional(_COUNT),
         ),
-        RollCall: (_NAME, _EPOCH, _many(_COUNT, 0, MAX_PARKED), _many(_ENTRY, 0, MAX_STAGES)),
+        RollCall: (_NAME, _EPOCH, _many(_CLAIM, 0, MAX_PARKED), _many(_ENTRY, 0, MAX_STAGES)),
         Copy: (
             _NAME,
             _EPOCH,
@@ -406,6 +410,7 @@ _CODECS: dict[str, _Codec] = {
         StageLost: (_NAME, _NAME, _TEXT),
         FreeSlot: (_NAME, _COUNT),
         KeepSlot: (_NAME, _COUNT, _KEEP),
+        Remembered: (_NAME, _COUNT, _PRINT, _SALT, _tokens(1), _NAME, _flag(), _KEEP, _KEEP),
         Drafted: (_SERIAL, _COUNT, _tokens(0)),
     }.items()
 }

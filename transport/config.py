@@ -21,6 +21,7 @@ from transport.toml_table import ConfigError as ConfigError
 from transport.toml_table import Table, shown
 from transport.toml_text import pairs
 
+OFF = "off"
 DTYPES = ("bfloat16", "float32")
 DRAFTERS = ("off", "lookup", "model")
 MAX_CONFIG_BYTES = 1 << 20
@@ -47,7 +48,8 @@ class Coordinator:
     draft_depth: most verify frames of a turn in flight; draft_tokens: most drafts of one frame;
     None for as many as pay. verify_share: of the warm turns, run again cold in idle time and
     compared; 0 for none. public_key and secret_key_file: of CURVE, both or neither; where the
-    coordinator has them every stage has.
+    coordinator has them every stage has. state: the path of the state file, "off" for none, or
+    None for the default, which is beside ring.toml.
     """
 
     http: str = "127.0.0.1:8000"
@@ -58,6 +60,7 @@ class Coordinator:
     draft_model: str | None = None
     public_key: str | None = None
     secret_key_file: str | None = None
+    state: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +127,7 @@ class Ring:
     verdicts: str
     stages: tuple[Stage, ...]
     bind: str | None = None
+    spare: bool = False  # takes turns only while another ring is lost
 
     @property
     def listen(self) -> str:
@@ -258,8 +262,11 @@ def _coordinator(table: Table) -> Coordinator:
     if not 0.0 <= share <= 1.0:
         table.fail(f"must be from 0 to 1, not {share:g}", "verify_share")
     public, secret = table.keys()
+    state: str | None = table.take("state", str, None)
+    if state not in (None, OFF):
+        state = str(table.file("state"))
     table.finish()
-    return Coordinator(http, drafter, depth, tokens, share, model, public, secret)
+    return Coordinator(http, drafter, depth, tokens, share, model, public, secret, state)
 
 
 def _emulate(table: Table) -> Emulate:
@@ -317,6 +324,7 @@ def _ring(table: Table) -> Ring:
     tables = table.tables("stage", MAX_STAGES)
     stages = [_stage(each) for each in tables]
     table.take("bind", str, None)
+    spare = table.take("spare", bool, False)
     table.finish()
     before: Stage | None = None
     for each, stage in zip(tables, stages, strict=True):
@@ -332,7 +340,7 @@ def _ring(table: Table) -> Ring:
                 flaw = f"{whom} {expected}: nobody holds layers [{expected}, {first})"
             each.fail(f"stage {stage.name!r} starts at layer {first}, but {flaw}", "layers")
         before = stage
-    return Ring(name, verdicts, tuple(stages), bind)
+    return Ring(name, verdicts, tuple(stages), bind, spare)
 
 
 def _stage(table: Table) -> Stage:
@@ -364,6 +372,8 @@ def _unique(config: Config, top: Table) -> None:
             top.fail(f"{value!r} is already taken by {seen[value]}", *key)
         seen[value] = owner
 
+    if all(ring.spare for ring in config.rings):
+        top.fail("every ring is a spare", "ring", 0, "spare")
     for i, ring in enumerate(config.rings):
         claim(names, ring.name, f"ring {ring.name!r}", "ring", i, "name")
         claim(addresses, ring.verdicts, f"ring {ring.name!r}", "ring", i, "verdicts")

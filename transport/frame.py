@@ -210,15 +210,28 @@ class StageEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class Claim:
+    """The coordinator believes that a slot or parked prefix begins with `length` rows of a chain.
+
+    digest is h[length - 1]: a stage whose own chain has it there holds exactly those rows.
+    """
+
+    number: int
+    length: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class RollCall:
     """Goes round the ring; every stage adopts the epoch and adds itself.
 
-    parked: the parked prefixes that the coordinator knows; a stage drops all others.
+    claims: what the coordinator believes to be resident. A stage strikes out what it does not
+    hold, and drops every parked prefix that is not claimed: what comes back holds on all stages.
     """
 
     ring: str
     epoch: int
-    parked: tuple[int, ...] = ()
+    claims: tuple[Claim, ...] = ()
     entries: tuple[StageEntry, ...] = ()
 
 
@@ -370,6 +383,25 @@ class KeepSlot:
 
 
 @dataclass(frozen=True, slots=True)
+class Remembered:
+    """An earlier coordinator's ledger said that a slot or parked prefix holds these tokens' rows.
+
+    A hint that the next roll call proves or strikes out; it comes before the ring's first one.
+    idle_s: since its last use; keep_s: of KeepSlot, what is left of it.
+    """
+
+    ring: str
+    number: int
+    fingerprint: bytes
+    salt: bytes
+    tokens: tuple[int, ...]
+    hint: str = ""
+    proven: bool = False
+    idle_s: float = 0.0
+    keep_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Drafted:
     """The draft model -> scheduler: guessed tokens from position `start` on, perhaps none.
 
@@ -384,7 +416,16 @@ class Drafted:
 
 Wire: TypeAlias = Run | Verdict | Reject | RollCall | Copy | Free | Ping | Heartbeat
 Local: TypeAlias = (
-    Submit | Cancel | Tick | Forwarded | LinkGap | StageLost | FreeSlot | KeepSlot | Drafted
+    Submit
+    | Cancel
+    | Tick
+    | Forwarded
+    | LinkGap
+    | StageLost
+    | FreeSlot
+    | KeepSlot
+    | Remembered
+    | Drafted
 )
 Frame: TypeAlias = Wire | Local
 

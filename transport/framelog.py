@@ -44,11 +44,15 @@ class FrameLogError(FrameError):
 
 
 class Direction(IntEnum):
-    """Which way a frame went, seen from the recorder; LOCAL is an input that crossed no link."""
+    """Which way a frame went, seen from the recorder.
+
+    LOCAL is an input that crossed no link; UNSENT is what the core sent and its link refused.
+    """
 
     IN = 0
     OUT = 1
     LOCAL = 2
+    UNSENT = 3
 
 
 class Payloads(IntEnum):
@@ -64,7 +68,8 @@ class LogHeader:
     """Who recorded a segment. role: "stage" or "coordinator"; wall_ns: when, since 1970.
 
     segment: from 0, counts this process's files. config: the ring.toml it ran with, as text, so
-    that a log can be replayed alone; keep secrets out of it.
+    that a log can be replayed alone; keep secrets out of it. first_epoch and vocabulary: what a
+    coordinator's Scheduler was made with.
     """
 
     role: str
@@ -74,6 +79,8 @@ class LogHeader:
     wall_ns: int
     segment: int = 0
     config: str = ""
+    first_epoch: int = 0
+    vocabulary: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +151,10 @@ class FrameLogWriter:
         *,
         envelope: Envelope | None = None,
     ) -> None:
-        """Append one frame; envelope is None for a local one. Raises what the file raises."""
+        """Append one frame; envelope is None where it has no number: it crossed no link.
+
+        Raises what the file raises.
+        """
         self.write(self.pack(Unwritten(mono_ns, wall_ns, direction, link, frame, envelope)))
 
     def pack(self, wanted: Unwritten) -> bytes:
@@ -260,7 +270,7 @@ class FrameLogReader:
             )
         except (ValueError, TypeError, RecursionError, msgpack.UnpackException):
             raise FrameLogError(0, "a frame log header that is not msgpack") from None
-        types = [str, str, int, str, int, int, str]
+        types = [str, str, int, str, int, int, str, int, int]
         assert len(types) == len(fields(LogHeader))
         if type(plain) is not list or [type(each) for each in plain] != types:
             raise FrameLogError(0, "a frame log header with other fields")

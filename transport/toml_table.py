@@ -122,17 +122,20 @@ class Table:
         path: str = self.take(key, str)
         if not path or "\0" in path:
             self.fail('must be a file, a folder or "toy"', key)
-        try:
-            return path if path == TOY else str(self.folder / Path(path).expanduser())
-        except RuntimeError:
-            self.fail(f"there is no home directory for {shown(path)}", key)
+        return path if path == TOY else str(self._absolute(key, path))
 
     def file(self, key: str) -> Path:
         """A file's absolute path."""
         path: str = self.take(key, str)
         if not path or "\0" in path:
             self.fail("must be a file", key)
-        return self.folder / Path(path).expanduser()
+        return self._absolute(key, path)
+
+    def _absolute(self, key: str, path: str) -> Path:
+        try:
+            return self.folder / Path(path).expanduser()
+        except RuntimeError:
+            self.fail(f"there is no home directory for {shown(path)}", key)
 
     def keys(self) -> tuple[str | None, str | None]:
         """A process's public key and the path of its secret one; (None, None) without keys.

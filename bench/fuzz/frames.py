@@ -13,6 +13,7 @@ from transport.codec import ITEM_BYTES, MAX_EPOCH, U31, U63
 from transport.frame import (
     GREEDY,
     Cancel,
+    Claim,
     Copy,
     Drafted,
     Envelope,
@@ -268,8 +269,13 @@ class Maker:
                         for e in entries
                     ]
                 )  # fmt: skip
-        parked = tuple([self.slot() for _ in range(r.randrange(4))])
-        return RollCall(self.ring(), self.epoch(), parked, entries)
+        claims = tuple(
+            [
+                Claim(self.slot(), max(1, self.near(hints.rows + 1, U31)), self.digest())
+                for _ in range(r.randrange(4))
+            ]
+        )
+        return RollCall(self.ring(), self.epoch(), claims, entries)
 
     def copy(self) -> Frame:
         r, hints = self.random, self.hints

@@ -18,7 +18,7 @@ from coord.actions import Action, Admitted, Draft, Failed, Finished, Send, Token
 from coord.draft import LookupDrafter
 from coord.ring import Phase
 from coord.scheduler import Scheduler
-from pipeline.forward import perform
+from pipeline.forward import perform_forward
 from pipeline.model import ToyModel
 from pipeline.stage import Action as StageAction
 from pipeline.stage import CopyRows, DropRows, Forward, Stage
@@ -236,7 +236,7 @@ class World:
             match action:
                 case Forward():
                     self._prove(index, action)
-                    actions += stage.handle(perform(model, action), self.now)
+                    actions += stage.handle(perform_forward(model, action), self.now)
                 case CopyRows():
                     held = self._held[index]
                     chain = Chain(held[action.source].root)

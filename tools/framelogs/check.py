@@ -68,6 +68,8 @@ def prove(paths: Sequence[Path]) -> Proved:
         proof.begin(whos[each], whole=whole, max_model_len=_max_model_len(header.config))
     holes = {each: set(_behind_holes(each)) for each in found}
     for entry in merged(found):
+        if entry.record.direction is Direction.UNSENT:
+            continue  # nobody got it; the next frame's number says that one is missing
         who = whos[entry.process]
         if entry.path in holes[entry.process]:
             holes[entry.process].remove(entry.path)

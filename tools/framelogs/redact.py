@@ -247,7 +247,7 @@ def _write(stream: Stream, process: Process, redactor: Redactor, out: Path) -> N
                 header = _header(path)
                 header = replace(header, config=hide.config(header.config))
                 writer = FrameLogWriter(file, header, Payloads.NONE)
-            local = record.direction is Direction.LOCAL
+            local = record.direction in (Direction.LOCAL, Direction.UNSENT)
             writer.record(
                 record.mono_ns,
                 record.wall_ns,

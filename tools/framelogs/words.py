@@ -39,7 +39,12 @@ from transport.framelog import Direction
 
 _TOKEN_FIELDS = {"tokens", "prompt", "stops", "ends", "bias", "top"}
 _SECRET_FIELDS = {"salt", "hint"}
-_WAYS = {Direction.IN: "in", Direction.OUT: "out", Direction.LOCAL: "local"}
+_WAYS = {
+    Direction.IN: "in",
+    Direction.OUT: "out",
+    Direction.LOCAL: "local",
+    Direction.UNSENT: "unsent",
+}
 
 
 def way(entry: Entry) -> str:
@@ -51,14 +56,14 @@ def other_end(entry: Entry) -> str:
     """Who sent an incoming frame, or the link an outgoing one left by."""
     if entry.record.direction is Direction.IN:
         return entry.envelope.sender
-    return entry.record.link if entry.record.direction is Direction.OUT else "-"
+    return entry.record.link if entry.record.direction in (Direction.OUT, Direction.UNSENT) else "-"
 
 
 def line(entry: Entry, start_ns: int, tokens: bool) -> str:
     """Seconds, process, direction, link, number, kind, and the frame's essentials."""
     record = entry.record
     seconds = (entry.at_ns - start_ns) / 1e9
-    number = "-" if record.direction is Direction.LOCAL else str(record.number)
+    number = "-" if record.direction in (Direction.LOCAL, Direction.UNSENT) else str(record.number)
     kind = type(entry.frame).__name__
     said = essentials(entry.frame, tokens)
     size = f" {_bytes(record.payload_bytes)}" if record.payload_bytes else ""
@@ -105,8 +110,8 @@ def essentials(frame: Frame, tokens: bool) -> str:
             return f"{_at(frame)} {whose} by {frame.stage}: {frame.code}: {frame.detail}"
         case RollCall():
             entries = [_entry(each) for each in frame.entries]
-            parked = f"{len(frame.parked)} parked" if frame.parked else ""
-            return _join(f"e{frame.epoch}", *entries, parked)
+            claims = f"{len(frame.claims)} claims" if frame.claims else ""
+            return _join(f"e{frame.epoch}", *entries, claims)
         case Copy():
             done = f"done by {','.join(frame.done)}" if frame.done else ""
             rows = f"{frame.turn}/{frame.source}->{frame.target}/[0,{frame.length})"

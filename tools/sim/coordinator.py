@@ -103,7 +103,9 @@ class CoordinatorProcess(Receiver):
             )
             for name, stages in self._stages.items()
         }  # fmt: skip
-        self._recording = self._recorders.open("coordinator", "coord", incarnation, self.heap.now)
+        self._recording = self._recorders.open(
+            "coordinator", "coord", incarnation, self.heap.now, wall_ns // 1_000_000
+        )
         self._timer, self._looked_at = None, -LATE_NS
         self.last_turn = 0
         self.rise()

@@ -46,13 +46,23 @@ class Recorders:
         self._directory, self._config, self._proof = directory, config, proof
         self._open: list[Recording] = []
 
-    def open(self, role: str, name: str, incarnation: int, now: int) -> Recording | None:
-        """The recording of a process that starts now."""
+    def open(
+        self, role: str, name: str, incarnation: int, now: int, first_epoch: int = 0
+    ) -> Recording | None:
+        """The recording of a process that starts now; first_epoch: a coordinator's."""
         if self._directory is None and self._proof is None:
             return None
         recorder, who = None, Who(role, name, incarnation)
         if self._directory is not None:
-            header = LogHeader(role, name, incarnation, "sim", WALL_NS + now, config=self._config)
+            header = LogHeader(
+                role,
+                name,
+                incarnation,
+                "sim",
+                WALL_NS + now,
+                config=self._config,
+                first_epoch=first_epoch,
+            )
             recorder = Recorder(self._directory, header, Payloads.FULL)
         if self._proof is not None:
             self._proof.begin(who)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from pipeline.daemon import LOADING_BEAT_S
-from pipeline.forward import perform
+from pipeline.forward import perform_forward
 from pipeline.stage import Action, CopyRows, DropRows, Forward, Send, Stage
 from tools.sim.check import EVERY, SELDOM, Checks
 from tools.sim.heap import MICROSECOND, SECOND, Heap
@@ -186,5 +186,5 @@ class StageProcess(Receiver):
             self.heap.at(stopped, self._forwarded, life, action)
             return
         self._forwarding = False
-        self._take(perform(self.model, action), Direction.LOCAL, self.spec.name, None)
+        self._take(perform_forward(self.model, action), Direction.LOCAL, self.spec.name, None)
         self.serve()

@@ -93,10 +93,11 @@ class RingProof:
         self.recent.clear()
         self.epoch, self.lost = frame.epoch, False
         self.flying.clear()
+        claimed = [claim.number for claim in frame.claims]
         for number, view in self._views.items():
             view.cut(view.sure)
             view.owner, view.refused = None, False
-            if self._entries and number >= self._slots() and number not in frame.parked:
+            if self._entries and number >= self._slots() and number not in claimed:
                 self._views[number] = View()
 
     def unsure(self, turn: Turn) -> None:

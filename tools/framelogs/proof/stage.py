@@ -148,8 +148,9 @@ class StageProof:
         mine = frame.entries[-1]
         self._epoch, self._fingerprint = frame.epoch, mine.fingerprint
         self._count, self._capacity = mine.slots, mine.capacity
+        claimed = [claim.number for claim in frame.claims]
         for number in [each for each in self._slots if each >= mine.slots]:
-            if number not in frame.parked:
+            if number not in claimed:
                 self._empty(number)
 
     def _empty(self, number: int) -> None:
