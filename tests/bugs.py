@@ -97,24 +97,6 @@ def _(patcher: pytest.MonkeyPatch) -> None:
     patcher.setattr(Ledger, "extend", late)
 
 
-@mutation("a fork is resident when its copy is sent", "gaps")
-def _(patcher: pytest.MonkeyPatch) -> None:
-    copy, extend = Ring.copy, Ledger.extend
-
-    def early(
-        self: Ring, turn: int, source: int, target: int, chain: Chain, length: int, now: float
-    ) -> Copy:
-        extend(self.ledger, target, chain, length)
-        return copy(self, turn, source, target, chain, length, now)
-
-    def late(self: Ledger, index: int, chain: Chain, end: int) -> None:
-        if self.holding(index).resident < end:
-            extend(self, index, chain, end)
-
-    patcher.setattr(Ring, "copy", early)
-    patcher.setattr(Ledger, "extend", late)
-
-
 @mutation("a pinned slot may be given up")
 def _(patcher: pytest.MonkeyPatch) -> None:
     place = Ledger.place

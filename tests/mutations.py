@@ -13,6 +13,8 @@ could notice them:
   (test_stage has it);
 - "a refused turn trusts later verdicts": a stage that takes a later segment has proved its whole
   prefix, so that what is believed is true;
+- "a fork is resident when its copy is sent": frames that use it come behind the copy, a refused
+  copy gives it up, and after a loss the stages strike the claim out;
 - "the source of a refused copy stays claimed": costs prefills, never a token
   (test_scheduler_faults has it).
 """
