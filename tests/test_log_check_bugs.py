@@ -26,7 +26,6 @@ COORDINATOR_BUGS = (
     "the ledger claims a row too many",
     "no truncation in the ledger",
     "rows are resident when they are sent",
-    "a fork is resident when its copy is sent",
     "a fork starts a row too late",
     "a dropped parked prefix is still offered",
     "a restarted stage's rows are still claimed",
