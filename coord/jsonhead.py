@@ -44,6 +44,10 @@ class Head:
     def feed(self, character: str) -> bool:
         """False where it can't be a call's object; nothing may follow then."""
         self.inside = False
+        if self._kind == "nested":
+            self._take(character)
+            self._nest(character)
+            return True
         if self._kind == "scalar" and (character in _SPACE or character in ",}"):
             self._kind, self._expect = "", ","
         if self._kind:
@@ -92,10 +96,6 @@ class Head:
 
     def _read(self, character: str) -> bool:
         if self._kind == "scalar":
-            return True
-        if self._kind == "nested":
-            self._take(character)
-            self._nest(character)
             return True
         self._token.append(character)
         if self._escaped:

@@ -12,7 +12,6 @@ import string
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
-from itertools import groupby
 from typing import TypeAlias
 
 from coord.jsonhead import Head
@@ -134,6 +133,7 @@ class CallParser:
 
     def __init__(self, calling: Calling, new_id: Callable[[], str]) -> None:
         self._style = calling.style
+        self._opening = calling.style.opening
         self._names = calling.names
         self._single = calling.single
         self._new_id = new_id
@@ -145,7 +145,7 @@ class CallParser:
         self._marked = False  # the present object stands behind an opening
         self._fresh = True  # nothing but white space so far
         self._listed = False  # mistral: in the list of calls
-        self._parts: list[Part] = []
+        self._runs: list[Begin | tuple[int | None, list[str]]] = []  # of a call's text, or content
         self._torn = False
         self.calls = 0
 
@@ -183,36 +183,38 @@ class CallParser:
     def _taken(self) -> list[Part]:
         """Parts since the last time; neighbours of one kind are one."""
         taken: list[Part] = []
-        for (_, index), group in groupby(self._parts, _kind):
-            parts = list(group)
-            if index is None:
-                taken.append("".join(part for part in parts if isinstance(part, str)))
-            elif isinstance(parts[0], More):
-                taken.append(More(index, "".join(p.text for p in parts if isinstance(p, More))))
+        for run in self._runs:
+            if isinstance(run, Begin):
+                taken.append(run)
             else:
-                taken += parts
-        self._parts = []
+                text = "".join(run[1])
+                taken.append(text if run[0] is None else More(run[0], text))
+        self._runs = []
         return taken
 
-    def _say(self, text: str) -> None:
-        if text:
-            self._parts.append(text)
+    def _say(self, text: str, call: int | None = None) -> None:
+        last = self._runs[-1] if self._runs else None
+        if isinstance(last, tuple) and last[0] == call:
+            last[1].append(text)
+        elif text:
+            self._runs.append((call, [text]))
 
     def _step(self, character: str) -> bool:
         """One character; False where it is to be looked at again, in the state it led to."""
-        if self._state is _State.END:
-            return True
-        return {
-            _State.TEXT: self._in_text,
-            _State.MARK: self._in_mark,
-            _State.OPEN: self._in_open,
-            _State.CALL: self._in_call,
-            _State.DONE: self._behind_call,
-        }[self._state](character)
+        state = self._state
+        if state is _State.TEXT:
+            return self._in_text(character)
+        if state is _State.CALL:
+            return self._in_call(character)
+        if state is _State.MARK:
+            return self._in_mark(character)
+        if state is _State.OPEN:
+            return self._in_open(character)
+        return state is _State.END or self._behind_call(character)
 
     def _in_text(self, character: str) -> bool:
         """What is held: white space."""
-        if character == self._style.opening[0] or (
+        if character == self._opening[0] or (
             self._style is Style.LLAMA3 and self._fresh and character == "{"
         ):
             self._state = _State.CALL if character == "{" else _State.MARK
@@ -227,7 +229,7 @@ class CallParser:
 
     def _in_mark(self, character: str) -> bool:
         """What is held: white space, and a beginning of the opening."""
-        opening = self._style.opening
+        opening = self._opening
         so_far = self._held.lstrip(_SPACE) + character
         if not opening.startswith(so_far):
             return self._give_up()
@@ -265,7 +267,7 @@ class CallParser:
             return self._give_up()
         if self._begun:
             if head.inside:
-                self._parts.append(More(self.calls - 1, character))
+                self._say(character, self.calls - 1)
         else:
             self._object.append(character)
             if head.inside and head.name is not None and self._is_call(head.name):
@@ -291,8 +293,8 @@ class CallParser:
         return bool(name) and (self._marked or name in self._names)
 
     def _begin_call(self, name: str, arguments: str) -> None:
-        self._parts.append(Begin(self.calls, self._new_id(), name))
-        self._parts.append(More(self.calls, arguments))
+        self._runs.append(Begin(self.calls, self._new_id(), name))
+        self._say(arguments, self.calls)
         self.calls += 1
         self._begun, self._held, self._object = True, "", []
 
@@ -357,7 +359,3 @@ def contents(parts: Sequence[Part]) -> tuple[str, list[tuple[str, str]]]:
 def new_call_id() -> str:
     """Nine letters and digits: Mistral's templates refuse any other id."""
     return "".join(secrets.choice(_ID) for _ in range(9))
-
-
-def _kind(part: Part) -> tuple[type, int | None]:
-    return type(part), None if isinstance(part, str) else part.index
