@@ -199,3 +199,43 @@ def test_a_forced_call_is_part_of_the_reply_and_hits(style: Style, choice: Any) 
         assert usage["prompt_tokens_details"]["cached_tokens"] - known in (0, 1)
 
     play(scene, tokenizer=tokenizer, models=models)
+
+
+def test_two_calls_come_back_though_the_template_would_refuse_them() -> None:
+    tokenizer = family(Style.LLAMA3)
+    models = ring_of(tokenizer)
+    script = oddly(tokenizer, f"{SAID[Style.LLAMA3]}; {SAID[Style.LLAMA3]}")
+
+    async def scene(ring: LocalRing, call: Call) -> None:
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "?"}]
+        models[-1].say(script)
+        message, usage, _ = await ask(call, {"messages": messages, "tools": TOOLS})
+        assert len(message["tool_calls"]) == 2
+        known = usage["prompt_tokens"] + len(script)
+        messages += [message, *result_of(message)]
+        models[-1].say(oddly(tokenizer, "Rain."))
+        _, usage, _ = await ask(call, {"messages": messages, "tools": TOOLS})
+        assert usage["prompt_tokens_details"]["cached_tokens"] - known in (0, 1)
+        message["tool_calls"][0]["function"]["arguments"] = "{}"
+        refused = await call("POST", CHAT, {"messages": messages, "tools": TOOLS})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "template_error")
+
+    play(scene, tokenizer=tokenizer, models=models)
+
+
+def test_a_mark_in_a_question_costs_a_miss_and_no_more() -> None:
+    tokenizer = family(Style.MISTRAL)
+    models = ring_of(tokenizer)
+
+    async def scene(ring: LocalRing, call: Call) -> None:
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "What is [TOOL_CALLS]?"}]
+        models[-1].say(oddly(tokenizer, SAID[Style.MISTRAL]))
+        message, _, _ = await ask(call, {"messages": messages, "tools": TOOLS})
+        messages += [message, *result_of(message)]
+        body = {"messages": messages, "tools": TOOLS}
+        models[-1].say(oddly(tokenizer, "Rain."))
+        answer, usage, _ = await ask(call, body)
+        assert answer["content"] == "Rain."
+        assert usage["prompt_tokens"] == (await call("POST", "/tokenize", body)).json()["count"]
+
+    play(scene, tokenizer=tokenizer, models=models)

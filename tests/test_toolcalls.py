@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from coord.template import Template
 from coord.toolcalls import Begin, Calling, CallParser, More, Part, Style, spell_calls, style_of
 
 NAMES = ("f", "get_weather")
@@ -252,3 +253,17 @@ def test_the_cuts_never_matter_and_no_word_is_lost(
 )
 def test_the_style_is_the_templates(template: str, style: str | None) -> None:
     assert style_of(template) == style
+
+
+@pytest.mark.parametrize(
+    ("template", "style"),
+    [
+        ("{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools }}", "hermes"),
+        ("{% if custom is defined %}{% set tools = custom %}{% endif %}{{ tools }}", "hermes"),
+        ("{% for m in messages %}{{ m.tools }}{{ m['tools'] }}{{ 'tools' }}{% endfor %}", None),
+        ("{% set tools = [] %}{{ tools }}", None),
+        ("", None),
+    ],
+)
+def test_a_template_takes_tools_where_it_reads_them(template: str, style: str | None) -> None:
+    assert Template(template + "{{ '<tool_call>' }}").style == style
