@@ -55,7 +55,7 @@ WORLDS = [
     for trouble in ("none", "lies", "gaps", "restarts", "successors")
 ] + [  # the tail's link loses verdicts
     Plan(103, 3, 2, 1, None, 0, trouble="gaps"),
-    Plan(114, 3, 2, 8, None, 0, trouble="gaps"),
+    Plan(116, 3, 2, 8, None, 0, trouble="gaps"),
 ]
 
 
@@ -115,9 +115,9 @@ def _(patcher: pytest.MonkeyPatch) -> None:
     patcher.setattr(Ledger, "extend", one_less)
 
 
-@mutation("no truncation in the ledger")
-def _(patcher: pytest.MonkeyPatch) -> None:
-    patcher.setattr(Ledger, "truncate", lambda self, index, length: None)
+mutation("no truncation in the ledger")(
+    lambda patcher: patcher.setattr(Ledger, "truncate", lambda self, index, length: None)
+)
 
 
 @mutation("rows are resident when they are sent", "gaps")
@@ -222,9 +222,12 @@ def _(patcher: pytest.MonkeyPatch) -> None:
     patcher.setattr(coord.ring, "renewed", all_of_it)
 
 
-@mutation("a stage confirms what it does not hold", "successors")
-def _(patcher: pytest.MonkeyPatch) -> None:
-    patcher.setattr(SlotTable, "confirms", lambda *_: True)
+mutation("a stage confirms what it does not hold", "successors")(
+    lambda patcher: patcher.setattr(SlotTable, "confirms", lambda *_: True)
+)
+mutation("a stage strikes out what it holds", "successors")(
+    lambda patcher: patcher.setattr(SlotTable, "confirms", lambda *_: False)
+)
 
 
 # ---- the turn ------------------------------------------------------------------------------------
@@ -308,9 +311,9 @@ def _(patcher: pytest.MonkeyPatch) -> None:
 # ---- drafts --------------------------------------------------------------------------------------
 
 
-@mutation("every draft is accepted")
-def _(patcher: pytest.MonkeyPatch) -> None:
-    patcher.setattr(coord.scheduler, "accepted", lambda drafts, tokens: len(tokens) - 1)
+mutation("every draft is accepted")(
+    lambda patcher: patcher.setattr(coord.scheduler, "accepted", lambda _, tokens: len(tokens) - 1)
+)
 
 
 @mutation("what was sent behind a wrong draft is believed")
@@ -358,9 +361,12 @@ def _(patcher: pytest.MonkeyPatch) -> None:
 # ---- the scheduler -------------------------------------------------------------------------------
 
 
-@mutation("a refused turn goes on where it was", "lies")
-def _(patcher: pytest.MonkeyPatch) -> None:
-    patcher.setattr(Scheduler, "_refused", lambda self, ring, turn: None)
+mutation("lost verdicts go unnoticed", "gaps")(
+    lambda patcher: patcher.setattr(Scheduler, "_gap", lambda self, gap, now: None)
+)
+mutation("a refused turn goes on where it was", "lies")(
+    lambda patcher: patcher.setattr(Scheduler, "_refused", lambda self, ring, turn: None)
+)
 
 
 @mutation("a cancelled turn frees its slot at once")
@@ -386,17 +392,7 @@ def _(patcher: pytest.MonkeyPatch) -> None:
     patcher.setattr(Ring, "settle", oldest)
 
 
-@mutation("lost verdicts go unnoticed", "gaps")
-def _(patcher: pytest.MonkeyPatch) -> None:
-    patcher.setattr(Scheduler, "_gap", lambda self, gap, now: None)
-
-
 # ---- the stage -----------------------------------------------------------------------------------
-
-
-@mutation("a stage refuses nothing", "lies")
-def _(patcher: pytest.MonkeyPatch) -> None:
-    patcher.setattr(SlotTable, "refuses", lambda self, segment: None)
 
 
 @mutation("a stage takes foreign content", "lies")
@@ -407,14 +403,15 @@ def _(patcher: pytest.MonkeyPatch) -> None:
     patcher.setattr(SlotTable, "_holds", only_length)
 
 
-@mutation("a copy is not checked", "lies")
-def _(patcher: pytest.MonkeyPatch) -> None:
-    patcher.setattr(SlotTable, "refuses_copy", lambda self, copy: None)
-
-
-@mutation("a stage does not truncate at start")
-def _(patcher: pytest.MonkeyPatch) -> None:
-    patcher.setattr(SlotTable, "begin", lambda self, segment: None)
+mutation("a stage refuses nothing", "lies")(
+    lambda patcher: patcher.setattr(SlotTable, "refuses", lambda self, segment: None)
+)
+mutation("a copy is not checked", "lies")(
+    lambda patcher: patcher.setattr(SlotTable, "refuses_copy", lambda self, copy: None)
+)
+mutation("a stage does not truncate at start")(
+    lambda patcher: patcher.setattr(SlotTable, "begin", lambda self, segment: None)
+)
 
 
 @mutation("rows behind a rewrite are still claimed")

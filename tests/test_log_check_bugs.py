@@ -46,6 +46,7 @@ COORDINATOR_BUGS = (
     "a restarted stage works without a roll call",
     "a stage does not tell of lost frames",
 )
+CLAIM_BUGS = ("a stage confirms what it does not hold", "a stage strikes out what it holds")
 # Shown by the stages' logs alone, where the coordinator's claims are false.
 STAGE_BUGS = (
     "a stage refuses nothing",
@@ -90,6 +91,16 @@ def test_the_frames_alone_show_a_bug(name: str) -> None:
     plans = [plan for plan in WORLDS if plan.trouble != "lies"]
     plans.sort(key=lambda plan: plan.trouble != mutant.trouble)
     assert any(shown(mutant, plan) for plan in plans), "no world's frames show it"
+
+
+@pytest.mark.parametrize("name", CLAIM_BUGS, ids=lambda name: name.replace(" ", "-"))
+def test_a_stage_that_judges_claims_wrongly_is_named(name: str) -> None:
+    """By the first such roll call, whoever is misled by it later."""
+    plans = [plan for plan in WORLDS if plan.trouble == "successors"]
+    found = [shown(mutation(name), plan) for plan in plans]
+    rules = [each.rule for each in found if each is not None]
+    assert rules
+    assert set(rules) == {"R8"}
 
 
 @pytest.mark.parametrize("name", STAGE_BUGS, ids=lambda name: name.replace(" ", "-"))

@@ -31,6 +31,8 @@ from transport.recorder import Recorder
 from transport.trust import CoordinatorTrust, StageTrust
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from coord.coordinator import Coordinator
     from coord.drafting import DraftRunner
     from coord.gateway import Settings
@@ -210,17 +212,7 @@ async def _coord(
     door = Door(coordinator.counters, per_key_turns=limits.per_key_turns)
     app = build_app(coordinator, tokenizer, _settings(config, api_keys), door, history)
     patience = Patience(write_s=limits.write_timeout_s, connections=limits.connections)
-    server = _Server(
-        uvicorn.Config(
-            app,
-            http=protocol(patience),
-            ws="none",
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            timeout_graceful_shutdown=3,
-        )
-    )
+    server = _serving(app, protocol(patience))
     host, port = listener.getsockname()[:2]
     structlog.get_logger().info("listening", http=f"http://{host}:{port}")
 
@@ -242,6 +234,20 @@ async def _coord(
         group.create_task(server.serve(sockets=[listener]))
     structlog.get_logger().info("stopped", stage="coordinator")
     return 0
+
+
+def _serving(app: FastAPI, protocol: type[asyncio.Protocol]) -> _Server:
+    return _Server(
+        uvicorn.Config(
+            app,
+            http=protocol,
+            ws="none",
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=3,
+        )
+    )
 
 
 async def _drain(coordinator: Coordinator, door: Door, stop: Stop, limit_s: float) -> None:
