@@ -24,7 +24,7 @@ from tools import events
 from tools.errors import USAGE, ToolError
 from tools.security import check_http, check_link, trust_of_coordinator, trust_of_stage
 from tools.stop import Stop, first
-from transport.config import OFF, Config, ConfigError, Ring, Stage, dumps, load
+from transport.config import OFF, Config, ConfigError, Limits, Ring, Stage, dumps, load
 from transport.framelog import LogHeader, Payloads
 from transport.link import LinkError
 from transport.recorder import Recorder
@@ -180,7 +180,6 @@ async def _coord(
 ) -> int:
     from coord.coordinator import Coordinator, new_epoch
     from coord.gateway import build_app
-    from coord.http.connection import Patience, protocol
     from coord.http.limits import Door
     from coord.tokenizer import load_tokenizer
 
@@ -211,8 +210,7 @@ async def _coord(
         raise ToolError(f"coordinator: {error}") from None
     door = Door(coordinator.counters, per_key_turns=limits.per_key_turns)
     app = build_app(coordinator, tokenizer, _settings(config, api_keys), door, history)
-    patience = Patience(write_s=limits.write_timeout_s, connections=limits.connections)
-    server = _serving(app, protocol(patience))
+    server = _http_server(app, limits)
     host, port = listener.getsockname()[:2]
     structlog.get_logger().info("listening", http=f"http://{host}:{port}")
 
@@ -234,20 +232,6 @@ async def _coord(
         group.create_task(server.serve(sockets=[listener]))
     structlog.get_logger().info("stopped", stage="coordinator")
     return 0
-
-
-def _serving(app: FastAPI, protocol: type[asyncio.Protocol]) -> _Server:
-    return _Server(
-        uvicorn.Config(
-            app,
-            http=protocol,
-            ws="none",
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            timeout_graceful_shutdown=3,
-        )
-    )
 
 
 async def _drain(coordinator: Coordinator, door: Door, stop: Stop, limit_s: float) -> None:
@@ -310,6 +294,23 @@ def _history(store: Store | None, tokenizer: Tokenizer) -> History:
     for key, body in store.spoken():
         history.restore(key, body)
     return history
+
+
+def _http_server(app: FastAPI, limits: Limits) -> _Server:
+    from coord.http.connection import Patience, protocol
+
+    patience = Patience(write_s=limits.write_timeout_s, connections=limits.connections)
+    return _Server(
+        uvicorn.Config(
+            app,
+            http=protocol(patience),
+            ws="none",
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=3,
+        )
+    )
 
 
 class _Server(uvicorn.Server):
