@@ -147,7 +147,7 @@ class CoordinatorProof:
             view = ring.view(sending.frame.target)
             view.sure, view.refused = 0, True
             turn = self._turns.get(sending.frame.turn)
-            if turn is not None:
+            if turn is not None and turn.on(ring.name):
                 turn.refused = True
 
     def _verdict(self, ring: RingProof, sending: Sending, verdict: Verdict) -> None:
@@ -170,7 +170,7 @@ class CoordinatorProof:
             view.refused = True
             if segment.start <= view.sure:  # else what was refused was never acknowledged
                 view.sure = 0
-            if turn is not None:
+            if turn is not None and turn.on(ring.name):  # else it goes on in another ring
                 turn.refused = True
             return
         wanted = segment.slot, segment.end - segment.want, segment.want
