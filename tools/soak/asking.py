@@ -15,8 +15,9 @@ import httpx
 from tools.client import Json
 from tools.soak.record import CHAT, Choice, Outcome, Reading, Record, Wanted
 
-SILENCE_S = 30.0  # the server sends a comment line every 5 s
+SILENCE_S = 30.0  # of a stream: the server sends a comment line every 5 s
 LONGEST_S = 150.0
+HANG_UP_S = 0.05  # times 1 to 7: the patience of a client that leaves before a whole answer
 ASLEEP_S = 1.5  # of a slow reader
 SMALL_BUFFER = 4096  # bytes that its system takes for it meanwhile
 
@@ -25,19 +26,17 @@ class Asker:
     """Requests to one server by the keys of its tenants. Threads may share it."""
 
     def __init__(self, url: str, keys: dict[str, str]) -> None:
-        self._url = url
         self._headers = {
             name: {"Authorization": f"Bearer {key}", "Connection": "close"}
             for name, key in keys.items()
         }
         # a new connection each time: one that was kept may be of a coordinator that is gone
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        timeout = httpx.Timeout(SILENCE_S, connect=5.0)
         small = httpx.HTTPTransport(
             limits=limits, socket_options=[(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BUFFER)]
         )
-        self._fast = httpx.Client(base_url=url, timeout=timeout, limits=limits, trust_env=False)
-        self._slow = httpx.Client(base_url=url, timeout=timeout, transport=small, trust_env=False)
+        self._fast = httpx.Client(base_url=url, limits=limits, trust_env=False)
+        self._slow = httpx.Client(base_url=url, transport=small, trust_env=False)
 
     def close(self) -> None:
         """Close what is open."""
@@ -57,9 +56,17 @@ class Asker:
         choices = [Choice() for _ in range(wanted.choices)]
         record = Record(wanted, time.monotonic(), choices)
         client = self._slow if wanted.reading is Reading.SLOW else self._fast
+        hangs_up = wanted.reading is Reading.LEAVE and not wanted.body["stream"]
+        silence_s = SILENCE_S if wanted.body["stream"] else LONGEST_S
+        if hangs_up:
+            silence_s = HANG_UP_S * (1 + wanted.after)
         try:
             with client.stream(
-                "POST", wanted.path, headers=self._headers[wanted.tenant], json=wanted.body
+                "POST",
+                wanted.path,
+                headers=self._headers[wanted.tenant],
+                json=wanted.body,
+                timeout=httpx.Timeout(silence_s, connect=10.0),
             ) as answer:
                 record.status = answer.status_code
                 if record.streamed:
@@ -69,7 +76,8 @@ class Asker:
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             record.outcome, record.code = Outcome.UNREACHABLE, repr(error)
         except httpx.TimeoutException as error:
-            record.outcome, record.code = Outcome.ENDLESS, repr(error)
+            record.outcome = Outcome.LEFT if hangs_up else Outcome.ENDLESS
+            record.code = repr(error)
         except httpx.HTTPError as error:
             record.outcome, record.code = Outcome.CUT, repr(error)
         record.ended = time.monotonic()

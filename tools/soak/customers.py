@@ -162,7 +162,8 @@ class Customer:
         reading: Reading,
         parts: tuple[tuple[bytes, ...], ...],
     ) -> Wanted:
-        body = {**body, "stream": reading is not Reading.WHOLE or self._random.random() < 0.7}
+        needs_stream = reading in (Reading.SLOW, Reading.CANCEL)
+        body = {**body, "stream": needs_stream or self._random.random() < 0.7}
         if body["stream"]:
             body["stream_options"] = {"include_usage": True}
         if self._random.random() < 0.4:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +14,7 @@ from tools.soak.tally import quantile
 from tools.soak.watch import Sample
 
 SHOWN = 20  # findings of a kind that are written out
-BIN_S = 2.0
+BINS = 120  # of the throughput over time, none shorter than 2 s
 COLOURS = {"kill": "#d62728", "stop": "#ff7f0e", "restart": "#7f7f7f"}
 
 
@@ -38,6 +39,7 @@ def pairs(result: Result) -> dict[str, str]:
         found[f"memory of {trend.name}, MB: at {trend.span_s:.0f} s, grown"] = (
             f"{trend.rss / 1e6:,.1f}, {trend.rss_grown / 1e6:+,.2f}"
         )
+    found["rows claimed at rest, proven by every stage"] = f"{result.claimed:,}, {result.proven:,}"
     found["findings"] = f"{result.total:,}"
     found |= {f"  {name}": f"{len(each):,}" for name, each in result.findings.items()}
     return found
@@ -55,6 +57,7 @@ def as_json(result: Result) -> Json:
         "compared": tally.compared if tally.toy is not None else result.rechecked,
         "not_comparable": result.incomparable,
         "counters": result.counters,
+        "rows_at_rest": {"claimed": result.claimed, "proven": result.proven},
         "times_ms": {
             name: {
                 "count": len(values),
@@ -80,7 +83,7 @@ def as_json(result: Result) -> Json:
             name: {"count": len(found), "first": found[:SHOWN]}
             for name, found in result.findings.items()
         },
-        "samples": [{**asdict(each), "at": round(each.at - start, 2)} for each in result.samples],
+        "samples": _series(result),
     }
 
 
@@ -91,14 +94,15 @@ def plot(path: Path, title: str, result: Result) -> None:
     figure = Figure(figsize=(11, 9), dpi=130, layout="constrained")
     panels = figure.subplots(3, 1, sharex=True)
     start, end = result.start, result.end
-    bins = max(1, int((end - start) / BIN_S))
+    bin_s = max(2.0, (end - start) / BINS)
+    bins = max(1, int((end - start) / bin_s))
     rate, asked = [0.0] * bins, [0.0] * bins
     for at, tokens in result.tally.texts:
-        index = int((at - start) / BIN_S)
+        index = int((at - start) / bin_s)
         if 0 <= index < bins:
-            rate[index] += tokens / BIN_S
-            asked[index] += 1 / BIN_S
-    middles = [(index + 0.5) * BIN_S for index in range(bins)]
+            rate[index] += tokens / bin_s
+            asked[index] += 1 / bin_s
+    middles = [(index + 0.5) * bin_s for index in range(bins)]
     panels[0].step(middles, rate, where="mid", color="#1f77b4")
     panels[0].set_ylabel("tokens per second\nof completed requests")
     beside = panels[0].twinx()
@@ -112,20 +116,22 @@ def plot(path: Path, title: str, result: Result) -> None:
     panels[2].set_xlabel("s since the load began")
     for axes in panels:
         axes.set_ylim(bottom=0)
-        _mark(axes, result)
+        _mark(axes, result, named=axes is panels[0])
     panels[1].legend(loc="lower right", fontsize="small", ncols=4)
-    panels[0].legend(loc="upper right", fontsize="small", title="faults")
+    if result.faults:
+        panels[0].legend(loc="upper right", fontsize="small", title="faults")
     figure.suptitle(title)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
+    print(f"wrote {path}", file=sys.stderr)
 
 
-def _mark(axes: Any, result: Result) -> None:
-    named: dict[str, None] = {}
+def _mark(axes: Any, result: Result, *, named: bool) -> None:
+    seen: dict[str, None] = {}
     for fault in result.faults:
         at, kind = fault.at - result.start, fault.planned.kind
-        name = None if kind in named else kind
-        named[kind] = None
+        name = kind if named and kind not in seen else None
+        seen[kind] = None
         axes.axvline(at, color=COLOURS[kind], linewidth=0.9, alpha=0.8, label=name, zorder=0)
 
 
@@ -156,6 +162,25 @@ def _times(result: Result) -> dict[str, list[float]]:
         "fault to the next answer": [f.answered - f.at for f in faults if f.answered is not None],
         "fault to a whole ring": [f.whole - f.at for f in faults if f.whole is not None],
     }
+
+
+def _series(result: Result) -> list[Json]:
+    """Samples by process; of each value a text, or the file would have a line for every number."""
+    found: dict[tuple[str, int], list[Sample]] = {}
+    for sample in result.samples:
+        found.setdefault((sample.name, sample.pid), []).append(sample)
+    return [
+        {
+            "name": name,
+            "pid": pid,
+            "at_s": " ".join(f"{each.at - result.start:.1f}" for each in life),
+            **{
+                what: " ".join(str(getattr(each, what)) for each in life)
+                for what in ("rss", "fds", "threads")
+            },
+        }
+        for (name, pid), life in found.items()
+    ]
 
 
 def _ms(seconds: float | None) -> float | None:

@@ -23,7 +23,7 @@ from tools.soak.customers import MODEL_SHAPE, TENANTS, TOY_SHAPE, Customer
 from tools.soak.faults import Breaker, Fault, Planned, draw
 from tools.soak.fleet import COORDINATOR, Fleet, wait_until
 from tools.soak.record import COMPLETIONS, Outcome, Record, Wanted
-from tools.soak.rest import at_rest, beyond_bounds, refuted
+from tools.soak.rest import at_rest, beyond_bounds, claims, refuted
 from tools.soak.tally import Tally
 from tools.soak.truth import Toy
 from tools.soak.watch import Sample, Trend, Watcher, grown_at_rest, look, trends
@@ -33,7 +33,7 @@ OPERATOR = "ops"
 READY_S = 300.0
 REST_S = 30.0
 WRITTEN_S = 1.0  # the state file is written a moment behind a turn's end
-PROBE_S = 5.0
+PROBE_S = 10.0
 RECHECK_SHARE = 1.0  # of the load's time that comparing a real model's replies may take
 COUNTERS = ("resumed_total", "rings_lost_total", "rejects_total", "stale_verdicts_total")
 Progress = Callable[[str], None]
@@ -54,7 +54,11 @@ class Plan:
 
 @dataclass(slots=True)
 class Result:
-    """What was found. Times by time.monotonic(), start and end of the load among them."""
+    """What was found. start and end: of the load, by time.monotonic().
+
+    claimed, proven: rows of the ledgers at rest, and of those the ones that every stage confirmed.
+    rechecked, incomparable: replies of a real model that were asked for again.
+    """
 
     plan: Plan
     start: float
@@ -64,6 +68,8 @@ class Result:
     samples: list[Sample]
     trends: list[Trend]
     counters: dict[str, float]
+    claimed: int = 0
+    proven: int = 0
     rechecked: int = 0
     incomparable: int = 0
     findings: dict[str, list[str]] = field(default_factory=dict)
@@ -100,6 +106,8 @@ class _Soak:
         self.tally = Tally(toy)
         self._stop = threading.Event()
         self._counts: dict[int, dict[str, float]] = {}  # by the coordinator's pid
+        nothing: Json = {"rings": []}
+        self._claims = (nothing, nothing)  # before and after the coordinator started anew
         self._watcher = Watcher(self._fleet.pids, self._read_counters)
 
     def run(self) -> Result:
@@ -144,6 +152,8 @@ class _Soak:
             self._watcher.samples,
             grown,
             counters,
+            sum(claims(self._claims[0]).values()),
+            sum(claims(self._claims[1]).values()),
             rechecked,
             incomparable,
             {name: found for name, found in findings.items() if found},
@@ -298,6 +308,7 @@ class _Soak:
         after = self._ring()
         if before is None or after is None:
             return ["nobody answers GET /ring"]
+        self._claims = (before, after)
         return beyond_bounds(before) + refuted(before, after)
 
     def _recheck(self) -> tuple[int, int]:
@@ -317,7 +328,7 @@ class _Soak:
                 incomparable += 1  # a coordinator was killed before it wrote the reply's ids down
             else:
                 done += 1
-                was, now = ([c.text for c in r.choices] for r in (record, again))
+                was, now = ([(c.text, c.finishes) for c in r.choices] for r in (record, again))
                 if was != now:
                     self.tally.mismatches.append(f"{was} was {now} when asked again; {body}")
         return done, incomparable
