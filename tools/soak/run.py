@@ -33,6 +33,7 @@ OPERATOR = "ops"
 READY_S = 300.0
 REST_S = 30.0
 WRITTEN_S = 1.0  # the state file is written a moment behind a turn's end
+BUSY_S = 3.0  # that a fault waits for two open requests
 PROBE_S = 10.0
 RECHECK_SHARE = 1.0  # of the load's time that comparing a real model's replies may take
 COUNTERS = ("resumed_total", "rings_lost_total", "rejects_total", "stale_verdicts_total")
@@ -105,6 +106,8 @@ class _Soak:
         self._asker = Asker(url, {name: text for name, (text, _) in keys.items()})
         self.tally = Tally(toy)
         self._stop = threading.Event()
+        self._busy = threading.Lock()
+        self._open = 0  # requests that are being answered
         self._counts: dict[int, dict[str, float]] = {}  # by the coordinator's pid
         nothing: Json = {"rings": []}
         self._claims = (nothing, nothing)  # before and after the coordinator started anew
@@ -209,7 +212,11 @@ class _Soak:
         return start, end, breaker, stuck
 
     def _ask(self, wanted: Wanted) -> Record:
+        with self._busy:
+            self._open += 1
         record = self._asker.ask(wanted)
+        with self._busy:
+            self._open -= 1
         self.tally.add(record)
         return record
 
@@ -267,8 +274,12 @@ class _Soak:
         return [sample for sample in looks if sample is not None]
 
     def _before_fault(self, planned: Planned) -> None:
+        """Wait for a moment at which there is something to lose."""
         if COORDINATOR in planned.targets:
             self._read_counters()  # they end with it
+        deadline = time.monotonic() + BUSY_S
+        while self._open < min(2, self._plan.clients) and time.monotonic() < deadline:
+            time.sleep(0.005)
 
     def _read_counters(self) -> None:
         pid = self._fleet.pids().get(COORDINATOR)
