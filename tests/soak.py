@@ -13,9 +13,10 @@ from random import Random
 
 import psutil
 
-from tests.memoryring import limits
-from tests.memoryworld import MemoryWorld, Oracle
+from tests.memoryring import VOCABULARY, limits
+from tests.memoryworld import MemoryWorld
 from tests.test_residency_property import live
+from tools.sim.oracle import Oracle
 
 
 def main() -> int:
@@ -51,14 +52,14 @@ def main() -> int:
 def sessions(count: int) -> None:
     """Unique sessions over one toy ring with parking; the harness' own memory is let go."""
     bounds = limits(slots=4, max_model_len=256, park_bytes=400 * 16, lost_after_s=1e5)
-    world = MemoryWorld(Oracle(2), bounds, stages=[1], slots=4, check_every=100).form()
+    world = MemoryWorld(Oracle(2, VOCABULARY), bounds, stages=[1], slots=4, check_every=100).form()
     ring, core, process = world.rings[0], world.scheduler.rings["r0"], psutil.Process()
     for session in range(1, count + 1):
         prompt = [session % 64, session // 64 % 64, session // 4096, *range(60), *range(20)]
         world.ask(prompt, 2)
         for held in (ring.sent, world.replies, world.asked, world.truth, world.said):
             held.clear()
-        world.oracle = Oracle(2)
+        world.oracle = Oracle(2, VOCABULARY)
         if session % (count // 10 or 1) == 0:
             chains = [each.chain for each in (*core.ledger.slots, *core.ledger.parked.values())]
             rows = sum(len(chain) for chain in chains if chain is not None)

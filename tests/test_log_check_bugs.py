@@ -1,4 +1,4 @@
-"""Which bugs of the cores the recorded frames alone show: those of tests/mutations.py."""
+"""Which bugs of the cores the recorded frames alone show: those of tests/bugs.py."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import pytest
 
 import tests.world
 from pipeline.stage import Forward, Send, Stage
+from tests.bugs import MUTATIONS, Mutation
 from tests.memoryring import toy
-from tests.mutations import MUTATIONS, WORLDS, Mutation
+from tests.mutations import WORLDS
 from tests.recording import RecordedRing, Taken, prove, record
 from tests.world import Plan, visit
 from tools.framelogs.residency import Violation, Who
@@ -25,7 +26,6 @@ COORDINATOR_BUGS = (
     "the ledger claims a row too many",
     "no truncation in the ledger",
     "rows are resident when they are sent",
-    "a fork is resident when its copy is sent",
     "a fork starts a row too late",
     "a dropped parked prefix is still offered",
     "a restarted stage's rows are still claimed",

@@ -20,12 +20,13 @@ from hypothesis import strategies as st
 from coord.actions import Send
 from coord.scheduler import Scheduler
 from tests.memoryring import VOCABULARY, ring_spec
-from tests.memoryworld import HalfRight, Oracle
+from tests.memoryworld import HalfRight
 from tests.recordedring import RecordedRing, played, prompt
 from tests.test_log_life import random_ring
 from tools import cli
 from tools.framelogs.hiding import Hiding
 from tools.framelogs.read import Entry, entries, processes
+from tools.sim.oracle import Oracle
 from transport.chain import Chain, pack_tokens, root_hash
 from transport.config import loads
 from transport.frame import (
@@ -255,7 +256,9 @@ def test_without_a_key_nobody_has_one(logs: Path, tmp_path: Path) -> None:
 def test_a_log_that_begins_in_the_middle(tmp_path: Path) -> None:
     """Rows from before it have no tokens; their hashes are still the same in all files."""
     source = tmp_path / "logs"
-    ring = RecordedRing(source, segment_bytes=3000, drafter=partial(HalfRight, Oracle(6)))
+    ring = RecordedRing(
+        source, segment_bytes=3000, drafter=partial(HalfRight, Oracle(6, VOCABULARY))
+    )
     ring.form()
     text = prompt(3, 60)
     for _ in range(4):
