@@ -42,7 +42,7 @@ def mismatch(
     record: Record, prompts: Iterable[bytes], expect: Callable[[bytes, int], Expected]
 ) -> str | None:
     """How a request's replies differ from serial decoding of every prompt that it can have had."""
-    if not any(choice.text or choice.ids or choice.finishes for choice in record.choices):
+    if not any(choice.began for choice in record.choices):
         return None
     over = record.outcome is Outcome.COMPLETE
     first: str | None = None

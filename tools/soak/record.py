@@ -62,6 +62,11 @@ class Choice:
     ids: list[int] | None = None
     finishes: list[str] = field(default_factory=list)
 
+    @property
+    def began(self) -> bool:
+        """Something came that can be compared."""
+        return bool(self.text or self.ids or self.finishes)
+
 
 @dataclass(slots=True)
 class Record:

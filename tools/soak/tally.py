@@ -64,7 +64,7 @@ class Tally:
             lambda prompt, index: toy.expect(body, prompt, index),
         )
         with self._lock:
-            self.compared += any(choice.text for choice in record.choices)
+            self.compared += any(choice.began for choice in record.choices)
         return found
 
     def _time(self, record: Record) -> None:
