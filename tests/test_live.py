@@ -36,7 +36,7 @@ def put(document: Any, changes: Any) -> Any:
     holder = [document]
     for path, value in changes:
         place: Any = holder
-        *way, last = [0, *path]
+        *way, last = 0, *list(path)
         for key in way:
             place = place[key]
         place[last] = value
@@ -92,9 +92,12 @@ def resident(slot: int, rows: int, salt: bytes | None = b"") -> Resident:
 
 def on(engine: FakeEngine, scene: Any, **settings: Any) -> None:
     async def main() -> None:
-        async with asyncio.timeout(20), serving(engine, **settings) as url:
-            async with httpx.AsyncClient(base_url=url) as client:
-                await scene(client)
+        async with (
+            asyncio.timeout(20),
+            serving(engine, **settings) as url,
+            httpx.AsyncClient(base_url=url) as client,
+        ):
+            await scene(client)
 
     asyncio.run(main())
 

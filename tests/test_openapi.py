@@ -46,8 +46,8 @@ schema = schemathesis.openapi.from_asgi("/openapi.json", make_app())
 ENDLESS = "GET /ring/events"  # its answer has no end to wait for; see tests/test_live.py
 OPERATIONS: list[Any] = [
     operation
-    for found in schema.get_all_operations()  # type: ignore[union-attr]
-    if (operation := found.ok()).label != ENDLESS
+    for found in schema.get_all_operations()
+    if (operation := found.ok()).label != ENDLESS  # type: ignore[union-attr]
 ]
 
 

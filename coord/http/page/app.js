@@ -34,6 +34,7 @@ function draw() {
     messages.show(current, mine);
     byId("send").hidden = running !== null;
     byId("stop").hidden = running === null;
+    byId("send").disabled = !ready();
   };
   if (document.hidden) setTimeout(now, 100); // frames are not painted in a tab behind others
   else requestAnimationFrame(now);
@@ -136,9 +137,18 @@ function keep(conversation) {
   if (!store.save(conversation)) announce("The browser has no room left: this conversation will be lost when you leave.");
 }
 
+// Also where nothing was told of the ring: then a turn may well succeed.
+function ready() {
+  return seen === null || seen.rings.some((ring) => ring.state === "ready");
+}
+
 function send() {
   const text = byId("prompt").value.trim();
   if (!text || running) return;
+  if (!ready()) {
+    announce("The ring is not ready yet.");
+    return;
+  }
   if (!current.messages.length) current.title = text.replace(/\s+/g, " ").slice(0, 60);
   byId("prompt").value = "";
   grow();
@@ -180,6 +190,7 @@ async function watch() {
         seen = said;
         panel.show(seen, conversations, current);
         state(...standing(seen));
+        byId("send").disabled = !ready();
       }
     } catch (error) {
       if (!document.hidden) state("bad", error instanceof api.ApiError ? error.message : "not connected");

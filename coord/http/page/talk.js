@@ -53,7 +53,7 @@ export class Turn {
   }
 
   _take(part) {
-    if (part.id) {
+    if ("id" in part) {
       this._id = part.id;
       noteSession(this._conversation, part.session);
       if (this.stopped) this.stop();

@@ -20,7 +20,7 @@ export class Wheel {
     this._dots = makeSvg("g", { class: "dots" });
     this._flying = makeSvg("text", { class: "big", "text-anchor": "middle", y: 2 });
     this._rate = makeSvg("text", { class: "small", "text-anchor": "middle", y: 38 });
-    this.element = makeSvg("svg", { viewBox: "-170 -128 340 250", class: "wheel", role: "img" },
+    this.element = makeSvg("svg", { viewBox: "-186 -130 372 264", class: "wheel", role: "img" },
       makeSvg("circle", { r: LANE, class: "lane" }),
       this._stages,
       this._dots,
