@@ -24,7 +24,6 @@ Change: TypeAlias = tuple[Path, Any]
 
 EVERY_S = 0.5  # between two looks; a person sees no more
 SHARE = 0.03  # of a core: what all watchers together may cost; with more of them each waits longer
-MAX_PAUSE_S = 5.0
 MAX_WATCHERS = 64  # pages; each holds a connection, and one copy of what it was told (5-20 KB)
 # Change by themselves, and are told with whatever else changes: an idle ring is silent in between.
 AGING = frozenset(("uptime_s", "idle_s", "kept_s", "heartbeat_age_s"))
@@ -63,14 +62,13 @@ class LiveRing:
         yield encode_named("ring", told)
         took_s = 0.0
         while not (self._door.draining and not self._door.running):
-            fair_s = took_s * self._watchers / SHARE
-            await asyncio.sleep(max(EVERY_S, min(fair_s, MAX_PAUSE_S)))
-            began = time.perf_counter()
+            await asyncio.sleep(max(EVERY_S, took_s * self._watchers / SHARE))
+            began = time.thread_time()
             seen = self._rings.seen_by(caller)
             changes = list(differences(told, seen))
             news = any(path[-1] not in AGING for path, _ in changes)
             event = encode_named("change", {"set": changes})
-            took_s = time.perf_counter() - began
+            took_s = time.thread_time() - began
             if news or (changes and time.monotonic() >= aged_at + AGING_S):
                 told, aged_at = seen, time.monotonic()
                 yield event
