@@ -1,6 +1,7 @@
 """More seeds of tests/test_residency_property.py: `python -m tests.soak --seeds 20000`.
 
 `--sessions 5000` instead: as many unique sessions, each one turn, and what they leave in memory.
+`--recorded 100` instead: as many seeds of each of tests/test_log_check.py's kinds of worlds.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import psutil
 
 from tests.memoryring import VOCABULARY, limits
 from tests.memoryworld import MemoryWorld
+from tests.test_log_check import TROUBLES, sound
 from tests.test_residency_property import live
 from tools.sim.oracle import Oracle
 
@@ -27,9 +29,13 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--stop-after", type=int, default=5, help="failures")
     parser.add_argument("--sessions", type=int, default=0)
+    parser.add_argument("--recorded", type=int, default=0)
     wanted = parser.parse_args()
     if wanted.sessions:
         sessions(wanted.sessions)
+        return 0
+    if wanted.recorded:
+        recorded(wanted.first, wanted.recorded)
         return 0
     failed, began, cpu = 0, time.perf_counter(), time.process_time()
     for done, seed in enumerate(range(wanted.first, wanted.first + wanted.seeds), 1):
@@ -47,6 +53,14 @@ def main() -> int:
                 f"({done / used * 60:.0f} a minute of processor time)"
             )
     return 1 if failed else 0
+
+
+def recorded(first: int, count: int) -> None:
+    """The frames of worlds, proved; raises where there is an alarm."""
+    for trouble in TROUBLES:
+        for seed in range(first, first + count):
+            sound(seed, trouble)
+        _say(f"{count} worlds of {trouble}: no alarm")
 
 
 def sessions(count: int) -> None:

@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 import tests.world
+from pipeline.slots import SlotTable
 from pipeline.stage import Forward, Send, Stage
 from tests.bugs import MUTATIONS, Mutation
 from tests.memoryring import toy
@@ -90,6 +91,21 @@ def test_the_frames_alone_show_a_bug(name: str) -> None:
     plans = [plan for plan in WORLDS if plan.trouble != "lies"]
     plans.sort(key=lambda plan: plan.trouble != mutant.trouble)
     assert any(shown(mutant, plan) for plan in plans), "no world's frames show it"
+
+
+@pytest.mark.parametrize("verdict", [True, False])
+def test_a_stage_that_judges_claims_wrongly_is_named(verdict: bool) -> None:
+    """It confirms everything, or nothing; whoever is misled by it later."""
+    bug = Mutation(
+        "every claim is judged alike",
+        lambda patcher: patcher.setattr(SlotTable, "confirms", lambda *_: verdict),
+        "successors",
+    )
+    plans = [plan for plan in WORLDS if plan.trouble == "successors"]
+    found = [shown(bug, plan) for plan in plans]
+    rules = [each.rule for each in found if each is not None]
+    assert rules
+    assert set(rules) == {"R8"}
 
 
 @pytest.mark.parametrize("name", STAGE_BUGS, ids=lambda name: name.replace(" ", "-"))

@@ -179,7 +179,7 @@ def test_a_loss(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "admitted on ring r, slot 1: nothing is resident, 30 tokens to prefill\n",
         "ring r is lost: stage s1 was restarted; ",
         "ring r: the roll is called, epoch 2\n",
-        "ring r has formed: s0, s1, s2\n",
+        "ring r has formed: s0, s1, s2; 0 of 3 claims confirmed\n",
         "resumed on ring r, slot 0: nothing is resident, ",
         "ends: as long as it may be",
         "20 tokens of at most 20",

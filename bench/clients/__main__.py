@@ -49,13 +49,18 @@ class Counts:
     """What the server has counted so far."""
 
     turns: int
+    prompts: int  # tokens
     hits: int
 
 
 def main() -> int:
     """0 if every client had a second turn that hit."""
     wanted = _arguments()
-    model = httpx.get(f"{wanted.url}/v1/models").json()["data"][0]["id"]
+    try:
+        model = httpx.get(f"{wanted.url}/v1/models").json()["data"][0]["id"]
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError) as error:
+        print(f"--url {wanted.url}: no kvring answers there ({error})", file=sys.stderr)
+        return 1
     failed = []
     with tempfile.TemporaryDirectory(prefix="kvring-clients-") as scratch:
         folder = Path(wanted.folder or scratch).resolve()
@@ -67,9 +72,10 @@ def main() -> int:
             ended = _talk(client, folder / name, wanted.url, model)
             after = _counts(wanted.url)
             turns, hits = after.turns - before.turns, after.hits - before.hits
+            asked = after.prompts - before.prompts
             good = ended.returncode == 0 and turns >= 2 and hits > 0
             print(
-                f"{name} {version}: {turns} turns, cached_tokens {hits}, "
+                f"{name} {version}: {turns} turns, {asked} prompt tokens, {hits} cached, "
                 f"{time.monotonic() - began:.0f} s: {'ok' if good else 'FAILED'}"
             )
             if not good:
@@ -126,9 +132,17 @@ def _talk(client: Client, folder: Path, url: str, model: str) -> subprocess.Comp
 
 def _counts(url: str) -> Counts:
     page = httpx.get(f"{url}/metrics").text
-    hits = re.search(r"^kvring:prefix_cache_hits_total ([\d.e+]+)", page, re.MULTILINE)
-    ended = re.findall(r"^kvring:request_success_total\{.*\} ([\d.e+]+)", page, re.MULTILINE)
-    return Counts(int(sum(map(float, ended))), int(float(hits[1])) if hits else 0)
+    ended = re.findall(r"^kvring:request_success_total\{.*\} (\S+)", page, re.MULTILINE)
+    return Counts(
+        sum(int(float(count)) for count in ended),
+        _count(page, "prefix_cache_queries_total"),
+        _count(page, "prefix_cache_hits_total"),
+    )
+
+
+def _count(page: str, name: str) -> int:
+    found = re.search(rf"^kvring:{name} (\S+)", page, re.MULTILINE)
+    return int(float(found[1])) if found else 0
 
 
 if __name__ == "__main__":
