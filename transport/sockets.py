@@ -102,7 +102,7 @@ def open_socket(
     raw.tcp_keepalive_intvl = 5
     raw.tcp_keepalive_cnt = 4
     raw.reconnect_ivl = 50
-    raw.reconnect_ivl_max = 1000
+    raw.reconnect_ivl_max = 250  # who comes back waits for it; a refused connect costs 0.1 ms
     if security is not None:
         raw.curve_publickey = security.public_key.encode()
         raw.curve_secretkey = security.secret_key.encode()
