@@ -109,6 +109,23 @@ class Watched(threading.Thread):
         return "equal"
 
 
+def events(process: Process, event: str, since: float) -> list[dict[str, Any]]:
+    """Lines of a process's log since then (wall clock), each with its time as `at`."""
+    found = []
+    for line in process.errors.splitlines():
+        if f'"event": "{event}"' in line and line.endswith("}"):
+            said = json.loads(line)
+            said["at"] = datetime.fromisoformat(said["timestamp"]).timestamp()
+            if said["at"] >= since:
+                found.append(said)
+    return found
+
+
+def ring_events(coordinator: Process, since: float) -> list[tuple[float, str]]:
+    """When its ring came to be in which state."""
+    return [(each["at"], each["state"]) for each in events(coordinator, "ring", since)]
+
+
 @dataclass(slots=True)
 class Scene:
     """What is under way when the fault strikes."""
@@ -235,17 +252,6 @@ class Stand:
 
     # ---- events ----
 
-    def events(self, name: str, event: str, since: float) -> list[dict[str, Any]]:
-        """Lines of a process's log since then (wall clock), each with its time as `at`."""
-        found = []
-        for line in self.running[name].errors.splitlines():
-            if f'"event": "{event}"' in line and line.endswith("}"):
-                said = json.loads(line)
-                said["at"] = datetime.fromisoformat(said["timestamp"]).timestamp()
-                if said["at"] >= since:
-                    found.append(said)
-        return found
-
     def lost(self, since: float) -> float:
         """When the ring was given up, first since then; waits for it."""
         return self._ring(lambda state: state != "ready", "lost", since)
@@ -256,8 +262,8 @@ class Stand:
 
     def _ring(self, fits: Callable[[str], bool], what: str, since: float) -> float:
         def look() -> float | None:
-            said = self.events(COORDINATOR, "ring", since)
-            return next((float(each["at"]) for each in said if fits(each["state"])), None)
+            said = ring_events(self.running[COORDINATOR], since)
+            return next((at for at, state in said if fits(state)), None)
 
         at = until(f"the ring is {what}", look)
         assert at is not None
@@ -265,7 +271,7 @@ class Stand:
 
     def loaded(self, name: str, since: float) -> float:
         """When a stage that was started again was loaded."""
-        said = until(f"{name} is loaded", lambda: self.events(name, "loaded", since))
+        said = until(f"{name} is loaded", lambda: events(self.running[name], "loaded", since))
         return float(said[0]["at"])
 
     # ---- faults ----
@@ -335,10 +341,10 @@ class Stand:
         struck = time.time()
         self.running[case.victim].kill()
         self.release()
-        said = (case.victim,)
+        said = [case.victim]
         if case.fault == "other":
             self.running[case.victim] = self.start(case.victim, "other")
-            said = (case.victim, "different weights")
+            said.append("different weights")
         outcome.detected_s = self.lost(struck) - struck
         self._count(scene, outcome)
         assert outcome.errors == len(scene.streams), outcome
@@ -401,7 +407,10 @@ class Stands:
 
     def play(self, case: Case) -> Outcome:
         """See Stand.play."""
-        returns = case.fault in RETURNS
+        return self.stand(returns=case.fault in RETURNS).play(case)
+
+    def stand(self, *, returns: bool) -> Stand:
+        """A whole ring."""
         stand = self._stands.get(returns)
         if stand is None or stand.broken:
             for process in stand.running.values() if stand is not None else ():
@@ -409,7 +418,7 @@ class Stands:
             self._made += 1
             stand = Stand(self._fleet, self._folder / f"{self._made}", returns=returns)
             self._stands[returns] = stand
-        return stand.play(case)
+        return stand
 
 
 def main() -> int:

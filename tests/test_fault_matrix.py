@@ -6,13 +6,18 @@ to 32, 41.
 
 from __future__ import annotations
 
+import signal
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from tests import processes
 from tests.faultcases import COORDINATOR, PHASES, RETURNS, STAGES, STAYS, Case, selection
-from tests.faults import Stands
+from tests.faults import REPLY, Stand, Stands
+from tests.processes import until
+from tests.toyclient import complete, streaming, truth
 
 
 @pytest.fixture(scope="module")
@@ -37,3 +42,76 @@ def test_the_selection_meets_every_stage_phase_and_fault() -> None:
 @pytest.mark.parametrize("case", selection(), ids=str)
 def test_a_fault(case: Case, stands: Stands) -> None:
     stands.play(case)
+
+
+# ---- several at once -----------------------------------------------------------------------------
+
+DECODE = Case("s1", "decode", "restart")
+
+
+@pytest.fixture
+def stand(stands: Stands) -> Iterator[Stand]:
+    """A whole ring; the test leaves it whole."""
+    found = stands.stand(returns=True)
+    found.broken = True
+    yield found
+    found.fleet.ready(found.ring.url)
+    prompt = found.prompt()
+    assert complete(found.ring.url, prompt, REPLY).tokens == truth(prompt, REPLY)
+    found.broken = False
+
+
+@pytest.mark.parametrize("pair", [("s0", "s1"), ("s1", "s2"), ("s0", "s2")], ids="-".join)
+def test_two_stages_are_lost_at_once(pair: tuple[str, str], stand: Stand) -> None:
+    scene = stand.scene(DECODE)
+    for name in pair:
+        stand.running[name].kill()
+    stand.release()
+    for name in pair:
+        stand.running[name] = stand.start(name)
+    assert [each.verdict() for each in scene.streams] == ["equal", "equal"]
+
+
+def test_a_stage_is_lost_while_the_server_drains(stand: Stand) -> None:
+    """Turns that run may end first, and do."""
+    scene = stand.scene(DECODE)
+    coordinator = stand.running[COORDINATOR]
+    coordinator.expected.append(0)
+    coordinator.send(signal.SIGTERM)
+    until("it drains", lambda: '"event": "draining"' in coordinator.errors)
+    stand.running["s1"].kill()
+    stand.release()
+    stand.running["s1"] = stand.start("s1")
+    assert [each.verdict() for each in scene.streams] == ["equal", "equal"]
+    assert coordinator.wait() == 0
+    stand.running[COORDINATOR] = stand.start(COORDINATOR)
+
+
+def test_a_client_goes_while_its_turn_waits_for_the_ring(stand: Stand) -> None:
+    stand.clear()
+    with streaming(stand.ring.url, stand.prompt(), 400) as reading:
+        reading.read(3)
+        struck = time.time()
+        stand.running["s1"].kill()
+        stand.lost(struck)
+        assert stand.turns() == 1
+    until("nobody waits", lambda: stand.turns() == 0)
+    stand.running["s1"] = stand.start("s1")
+
+
+@pytest.mark.parametrize("victim", STAGES)
+def test_a_stage_is_lost_while_a_new_coordinator_proves_what_it_remembers(
+    victim: str, stand: Stand
+) -> None:
+    scene = stand.scene(replace(DECODE, victim=COORDINATOR, phase="idle"))
+    stand.running[COORDINATOR].kill()
+    stand.running[COORDINATOR] = stand.start(COORDINATOR)
+    until("it listens", lambda: '"listening"' in stand.running[COORDINATOR].errors)
+    stand.running[victim].kill()
+    stand.running[victim] = stand.start(victim)
+    since = time.time()
+    stand.loaded(victim, since - 1.0)
+    stand.ready(since)
+    again = [*scene.warm, 7]
+    answer = complete(stand.ring.url, again, REPLY)
+    assert (answer.tokens, answer.cached) == (truth(again, REPLY), 0)
