@@ -1,9 +1,10 @@
 """A stage process of the toy that stands still where a test says: `python -m tests.heldstage`.
 
 Takes the options of `kvring stage`, and two before them: --hold FOLDER, where NAME holds a phase
-("prefill", "decode", "copy", "park", "restore") and the first row that counts; when the stage NAME
-comes to it, it writes FOLDER/NAME.held and waits until FOLDER/NAME is gone. --weights other: a toy
-of other answers and another fingerprint. Every row takes ROW_S, so that copying one pays.
+("prefill", "decode", "copy", "park", "restore", or "probe" for the self-check) and the first row
+that counts; when the stage NAME comes to it, it writes FOLDER/NAME.held and waits until FOLDER/NAME
+is gone. --weights other: a toy of other answers and another fingerprint. Every row takes ROW_S, so
+that copying one pays.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class HeldToy(ToyModel):
         histories: Sequence[Sequence[int]] = (),
     ) -> Output:
         for segment in segments:
-            if segment.turn:  # not the self-check's
-                self._reach("prefill" if segment.kind is Kind.PREFILL else "decode", segment.start)
+            kind = "prefill" if segment.kind is Kind.PREFILL else "decode"
+            self._reach(kind if segment.turn else "probe", segment.start)
         time.sleep(ROW_S * sum(len(segment.tokens) for segment in segments))
         return super().forward(segments, payload, histories)
 

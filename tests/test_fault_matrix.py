@@ -115,3 +115,20 @@ def test_a_stage_is_lost_while_a_new_coordinator_proves_what_it_remembers(
     again = [*scene.warm, 7]
     answer = complete(stand.ring.url, again, REPLY)
     assert (answer.tokens, answer.cached) == (truth(again, REPLY), 0)
+
+
+@pytest.mark.parametrize("victim", STAGES)
+def test_a_stage_is_lost_while_the_ring_checks_itself(victim: str, stand: Stand) -> None:
+    """The self-check stands in the middle; what it is lost with is noticed as ever."""
+    stand.clear()
+    held = stand.hold / "s1.held"
+    held.unlink(missing_ok=True)
+    (stand.hold / "s1").write_text("probe 0")
+    stand.running["s2"].kill()
+    stand.running["s2"] = stand.start("s2")
+    until("the self-check is held", held.exists)
+    struck = time.time()
+    stand.running[victim].kill()
+    stand.release()
+    stand.running[victim] = stand.start(victim)
+    assert stand.ready(struck) > stand.loaded(victim, struck), "not by the check that was lost"
