@@ -17,7 +17,7 @@ CREATED := $(VENV)/.created
 INSTALLED := $(VENV)/.installed
 MODEL := models/smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf
 
-.PHONY: help setup up test lint bench clean
+.PHONY: help setup up test lint bench browser clean
 .DELETE_ON_ERROR:
 
 help:
@@ -26,6 +26,7 @@ help:
 	@echo "make setup    only install (.venv) and fetch the default model (models/)"
 	@echo "make lint     ruff check, ruff format --check, mypy"
 	@echo "make bench    cold against cached turns: table, JSON and plot in bench/out/"
+	@echo "make browser  install Chromium for the page's tests (Debian and Ubuntu, as root)"
 	@echo "make clean    remove caches and outputs (keeps .venv and models/)"
 
 setup: $(INSTALLED) $(MODEL)
@@ -43,6 +44,17 @@ lint: setup
 
 bench: setup
 	@exec $(BIN)/kvring bench multiturn $(ARGS)
+
+# Without one, the page's tests are skipped and say so; nothing else needs it.
+browser:
+	@for name in chromium chromium-browser google-chrome-stable google-chrome; do \
+	  if command -v $$name >/dev/null; then exit 0; fi; \
+	done; \
+	if [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then \
+	  echo "make browser needs root and apt-get; or install the package chromium yourself" >&2; exit 1; \
+	fi; \
+	export DEBIAN_FRONTEND=noninteractive; \
+	apt-get update -q && apt-get install -q -y --no-install-recommends chromium fonts-dejavu-core
 
 clean:
 	rm -rf build dist run logs bench/out .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from coord.ledger import Miss
@@ -46,7 +46,8 @@ class Admitted:
 
     resumed: the turn was running before (its ring was lost); matched then counts its own rows. A
     second one with resumed False corrects the first: the stages refused what was matched. miss: why
-    reuse ended where it did, None when all but the last token was resident.
+    reuse ended where it did, None when all but the last token was resident. cold_s: what the whole
+    prompt's prefill would take at the rates measured so far, None before any was.
     """
 
     turn: int
@@ -56,16 +57,22 @@ class Admitted:
     matched: int
     resumed: bool = False
     miss: Miss | None = None
+    cold_s: float | None = field(default=None, compare=False)  # a measurement
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Newly committed tokens of a turn, in order; logprobs and top as in transport.frame.Result."""
+    """Newly committed tokens of a turn, in order; logprobs and top as in transport.frame.Result.
+
+    accepted, rejected: the drafts that this answer judged.
+    """
 
     turn: int
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...] = ()
     top: tuple[tuple[tuple[int, float], ...], ...] = ()
+    accepted: int = field(default=0, compare=False)
+    rejected: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

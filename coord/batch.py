@@ -59,6 +59,20 @@ def chunk_rows(ring: Ring, rows: int, limits: Limits) -> int:
     return min(limits.chunk_tokens, max(1, math.ceil(best / CHUNK_STEP)) * CHUNK_STEP)
 
 
+def cold_s(ring: Ring, rows: int, limits: Limits) -> float | None:
+    """Seconds until the first token of a prompt of `rows` tokens that nothing of is resident.
+
+    On an idle ring, at the rates of its slowest stage (see chunk_rows). None before a prefill was
+    timed: a guess would stand beside measurements as if it were one.
+    """
+    if not ring.row_s:
+        return None
+    chunk = min(rows, chunk_rows(ring, rows, limits))
+    frames = math.ceil(rows / chunk)
+    queued = (len(ring.spec.stages) - 1) * (ring.frame_s + chunk * ring.row_s)
+    return frames * ring.frame_s + rows * ring.row_s + queued + ring.link_s
+
+
 def ahead(ring: Ring, mine: list[Turn]) -> list[Segment]:
     """A frame of guesses alone, behind the turns' frames in flight.
 

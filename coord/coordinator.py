@@ -298,7 +298,7 @@ class Coordinator:
                 holding.turn is not None,
                 index >= len(ring.ledger.slots),
                 self._salt(holding),
-                () if holding.chain is None else holding.chain.tokens()[:FIRST_TOKENS],
+                () if holding.chain is None else holding.chain.tokens(0, FIRST_TOKENS),
             )
             for name, ring in self.scheduler.rings.items()
             for index, holding in holdings(ring)

@@ -26,10 +26,12 @@ from coord.http.choices import Choices
 from coord.http.connection import OPEN_PATHS
 from coord.http.engine import Engine
 from coord.http.errors import ClientGoneError, Edge, install, read_body, sse_error
-from coord.http.keys import Caller, Key, Keyring, derive_hint, derive_salt
+from coord.http.keys import SESSION_CHARS, Caller, Key, Keyring, derive_hint, derive_salt
 from coord.http.limits import BodyBudget, Door
+from coord.http.live import LiveRing
 from coord.http.metrics import CONTENT_TYPE, Metrics
 from coord.http.openapi import document
+from coord.http.pages import Pages
 from coord.http.reply import Delta, Reply, Wanted
 from coord.http.rings import RingApi
 from coord.http.sampling import sampling_of, seeds_of
@@ -84,7 +86,8 @@ def build_app(
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     door = door or Door(engine.counters, per_key_turns=settings.per_key_turns)
     gateway = _Gateway(engine, tokenizer, settings, door, History() if history is None else history)
-    rings = RingApi(engine, tokenizer)
+    rings, pages = RingApi(engine, tokenizer), Pages(key_needed=bool(settings.api_keys))
+    live = LiveRing(rings, door, settings.keep_alive_s)
     for path, handler in (
         ("/v1/chat/completions", gateway.chat),
         ("/v1/completions", gateway.complete),
@@ -100,13 +103,16 @@ def build_app(
         ("/ready", gateway.ready),
         ("/metrics", gateway.metrics),
         ("/ring", rings.view),
+        ("/ring/events", live.watch),
         ("/openapi.json", gateway.describe),
     ):
         app.add_api_route(path, view, methods=["GET"])
     app.add_api_route("/ring/slots/{number}", rings.evict, methods=["DELETE"])
     app.add_api_route("/ring/slots/{number}", rings.keep, methods=["PUT"])
+    pages.add_to(app)
     install(app, retry_after_s=settings.retry_after_s)
-    app.add_middleware(Edge, keys=Keyring(settings.api_keys), open_paths=OPEN_PATHS)
+    open_paths = (*OPEN_PATHS, *pages.paths)
+    app.add_middleware(Edge, keys=Keyring(settings.api_keys), open_paths=open_paths)
     return app
 
 
@@ -194,7 +200,10 @@ class _Gateway:
     ) -> Response:
         choices = self._submit(request, wanted, prompt, answer.id)
         _log.info("turn", id=answer.id, prompt=len(prompt), stream=wanted.stream)
-        headers = {"x-request-id": answer.id}
+        headers = {
+            "x-request-id": answer.id,
+            "x-kvring-session": _hint(request, wanted)[:SESSION_CHARS],
+        }
         if wanted.stream:
             return EventStream(
                 _events(choices, answer, include_usage=wanted.include_usage),
@@ -224,7 +233,6 @@ class _Gateway:
         tenant = _caller(request).tenant
         salt, chat = derive_salt(tenant, wanted.cache_salt), isinstance(wanted, ChatRequest)
         session = wanted.session(request.headers.get("x-session-id"))
-        opening = wanted.opening if isinstance(wanted, ChatRequest) else ""
         common = Wanted(
             prompt=prompt,
             stops=frozenset(stops),
@@ -247,7 +255,7 @@ class _Gateway:
                     sampling=sampling_of(wanted, seed),
                     salt=salt,
                     reuse=wanted.kvring.reuse,
-                    hint=derive_hint(tenant, session, opening),
+                    hint=_hint(request, wanted),
                     keep_s=wanted.kvring.keep_s,
                 )
                 running[index] = Reply(
@@ -408,6 +416,12 @@ class _Gateway:
 def _caller(request: Request) -> Caller:
     caller: Caller = request.state.caller
     return caller
+
+
+def _hint(request: Request, wanted: ChatRequest | CompletionRequest) -> str:
+    session = wanted.session(request.headers.get("x-session-id"))
+    opening = wanted.opening if isinstance(wanted, ChatRequest) else ""
+    return derive_hint(_caller(request).tenant, session, opening)
 
 
 async def _events(

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from coord.actions import Action, Admitted, Failed, Finished, Send, Tokens
 from coord.admission import Choice, choose, explain, leader, queue, round_of, waits_behind
-from coord.batch import ahead, certain
+from coord.batch import ahead, certain, cold_s
 from coord.counters import Totals
 from coord.draft import Acceptance, Drafter, Usual, accepted
 from coord.draft_model import ModelDrafter, asked
@@ -303,8 +303,9 @@ class Scheduler:
             turn.acceptance.learn(len(drafts), right)
         else:
             turn.learn_from(result.tokens[0])
+        wrong = min(len(drafts), segment.want) - right
         self.totals.drafts_accepted += right
-        self.totals.drafts_rejected += min(len(drafts), segment.want) - right
+        self.totals.drafts_rejected += wrong
         reason, count = None, 0
         for token in result.tokens[: right + 1]:
             reason = turn.commit(token)
@@ -313,8 +314,8 @@ class Scheduler:
                 break
         ring.ledger.extend(segment.slot, turn.chain, segment.end - segment.want + count)
         self.totals.generation_tokens += count
-        tokens, logprobs, top = result.tokens, result.logprobs, result.top
-        actions.append(Tokens(turn.id, tokens[:count], logprobs[:count], top[:count]))
+        tokens, logprobs, top = result.tokens[:count], result.logprobs[:count], result.top[:count]
+        actions.append(Tokens(turn.id, tokens, logprobs, top, right, wrong))
         return reason
 
     def _copied(self, ring: Ring, record: InFlight, now: float, actions: list[Action]) -> None:
@@ -479,13 +480,14 @@ class Scheduler:
     def _admitted(self, turn: Turn, miss: Miss | None = None) -> Admitted:
         assert turn.ring is not None
         assert turn.slot is not None
-        prompt, matched = len(turn.submit.prompt), turn.sent
-        return Admitted(turn.id, turn.ring, turn.slot, prompt, matched, turn.started, miss)
+        prompt, matched, again = len(turn.submit.prompt), turn.sent, turn.started
+        cold = cold_s(self.rings[turn.ring], prompt, self.limits)
+        return Admitted(turn.id, turn.ring, turn.slot, prompt, matched, again, miss, cold)
 
     def _fill(self, ring: Ring, now: float, actions: list[Action]) -> None:
         """While the ring has room: every ready decode segment, then prefill, then speculation."""
-        while ring.room():
-            mine = [turn for turn in self.turns.values() if turn.ring == ring.name]
+        mine = [turn for turn in self.turns.values() if turn.ring == ring.name]
+        while mine and ring.room():
             segments = certain(ring, mine, self.limits) or ahead(ring, mine)
             if not segments:
                 return

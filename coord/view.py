@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 
+from coord.http.keys import SESSION_CHARS
 from coord.ledger import Holding
 from coord.ring import Phase, Ring
 from coord.scheduler import Scheduler
@@ -74,6 +75,7 @@ def describe_ring(ring: Ring, now: float) -> dict[str, object]:
         "reuse": ring.reuse,
         "frames_in_flight": len(ring.in_flight),
         "window_frames": ring.window,
+        "frames": ring.stats.verdicts,
         "hop_ms": None if ring.stats.hop_s is None else round(ring.stats.hop_s * 1e3, 3),
         "stages": [
             {
@@ -121,7 +123,7 @@ def _describe_holding(index: int, holding: Holding, now: float) -> dict[str, obj
         "idle_s": None if holding.turn is not None else round(now - holding.used, 1),
         "proven": holding.proven,
         "kept_s": round(max(0.0, holding.keep_until - now), 1),
-        "session": holding.hint[:8] or None,
+        "session": holding.hint[:SESSION_CHARS] or None,
     }
 
 

@@ -7,6 +7,7 @@ import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import httpx
 import pytest
@@ -17,11 +18,14 @@ from tests.test_gateway import CHAT, EOS, HI, app_of, finishes, text_of
 
 
 @asynccontextmanager
-async def serving(engine: FakeEngine) -> AsyncIterator[str]:
+async def serving(engine: FakeEngine, **settings: Any) -> AsyncIterator[str]:
     """A real server on a free port; yields its address."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         config = uvicorn.Config(
-            app_of(engine, keep_alive_s=0.05), log_level="error", lifespan="off", ws="none"
+            app_of(engine, keep_alive_s=0.05, **settings),
+            log_level="error",
+            lifespan="off",
+            ws="none",
         )
         server = uvicorn.Server(config)
         task = asyncio.create_task(server.serve(sockets=[listener]))

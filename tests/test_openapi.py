@@ -27,7 +27,7 @@ from coord.http.schema import ChatRequest, CompletionRequest
 from tests.fake_engine import FakeEngine, says
 from tests.test_gateway import EOS, app_of
 
-EXAMPLES = 25  # for each of 13 operations, and as many that break its description
+EXAMPLES = 25  # for each of 14 operations, and as many that break its description
 CHECKS = [
     not_a_server_error,
     status_code_conformance,
@@ -43,7 +43,12 @@ def make_app() -> FastAPI:
 schema = schemathesis.openapi.from_asgi("/openapi.json", make_app())
 
 
-OPERATIONS: list[Any] = [found.ok() for found in schema.get_all_operations()]  # type: ignore[union-attr]
+ENDLESS = "GET /ring/events"  # its answer has no end to wait for; see tests/test_live.py
+OPERATIONS: list[Any] = [
+    operation
+    for found in schema.get_all_operations()
+    if (operation := found.ok()).label != ENDLESS  # type: ignore[union-attr]
+]
 
 
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])

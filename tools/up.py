@@ -200,7 +200,7 @@ def _plan(wanted: Options, folder: Path) -> Config:
             wanted.draft_tokens,
             wanted.verify_share,
             draft,
-            OFF,  # its stages end with it: nothing could be warm when it starts again
+            state=OFF,  # its stages end with it: nothing could be warm when it starts again
         ),
         Limits(
             slots=wanted.slots,

@@ -23,6 +23,7 @@ _HASHED = re.compile(
     rf"{_SCHEME}\$([0-9a-f]{{{2 * _SALT_BYTES}}})\$([0-9a-f]{{{2 * _HASH_BYTES}}})"
 )
 _ADMIN = "admin"
+SESSION_CHARS = 8  # of a hint: enough for a client to know its own session by
 _TURNS = re.compile(r"turns=([1-9][0-9]{0,5})")
 
 

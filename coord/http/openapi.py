@@ -134,6 +134,10 @@ def document() -> dict[str, Any]:
         "/ready": {"get": ready},
         "/metrics": {"get": _operation("Prometheus text", text, 403, kind="text/plain")},
         "/ring": {"get": _operation("stages, slots and residency", _object("rings"))},
+        "/ring/events": {
+            "get": _operation("the same, as it changes", text, 503, kind="text/event-stream")
+        },
+        "/": {"get": _operation("the page", text, kind="text/html")},
         "/ring/slots/{number}": {
             "delete": _operation(
                 "give a slot up", _object("evicted"), 400, 403, 404, 409, 503, parameters=slot

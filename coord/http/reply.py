@@ -113,6 +113,7 @@ class Reply:
         self._first_at: float | None = None
         self._first_count = 0  # tokens that came first together
         self._last_at: float | None = None
+        self._accepted = self._rejected = 0  # drafts
         self._closed = False
         self.index = wanted.index
         self.prompt_tokens = len(wanted.prompt)
@@ -189,6 +190,9 @@ class Reply:
             "ttft_ms": self._since_submit(first),
             "decode_ms": round(decode_s * 1e3, 3),
             "tokens_per_s": round(later / decode_s, 3) if decode_s else None,
+            "cold_ms": self._cold_ms(),
+            "drafts_accepted": self._accepted,
+            "drafts_rejected": self._rejected,
             "seed": self._wanted.seed,
             "ended_by": self.ended_by,
         }
@@ -218,6 +222,10 @@ class Reply:
     @property
     def _matched(self) -> int:
         return self._admitted.matched if self._admitted else 0
+
+    def _cold_ms(self) -> float | None:
+        cold_s = self._admitted.cold_s if self._admitted else None
+        return None if cold_s is None else round(cold_s * 1e3, 3)
 
     def _since_submit(self, at: float | None) -> float | None:
         return None if at is None else round((at - self._submitted_at) * 1e3, 3)
@@ -255,6 +263,8 @@ class Reply:
 
     def _take(self, event: Tokens) -> Delta:
         now = self._now()
+        self._accepted += event.accepted
+        self._rejected += event.rejected
         text: list[str] = []
         before = self.completion_tokens
         for index, token in enumerate(event.tokens):

@@ -32,8 +32,11 @@ class RingApi:
 
     async def view(self, request: Request) -> Response:
         """GET /ring; with ?preview=1 the first words of what the caller may read."""
-        caller: Caller = request.state.caller
         preview = request.query_params.get("preview") in ("1", "true")
+        return JSONResponse(self.seen_by(request.state.caller, preview=preview))
+
+    def seen_by(self, caller: Caller, *, preview: bool = False) -> dict[str, Any]:
+        """What GET /ring tells this caller, JSON-able."""
         body = self._engine.describe()
         held = {(each.ring, each.slot): each for each in self._engine.residents()}
         for ring in body["rings"]:
@@ -48,7 +51,7 @@ class RingApi:
             if not caller.admin:
                 for total in ("parked_rows", "evictions"):
                     ring.pop(total, None)
-        return JSONResponse(body)
+        return body
 
     def _entry(
         self, entry: dict[str, Any], held: Resident | None, caller: Caller, *, preview: bool

@@ -27,6 +27,11 @@ def encode_event(payload: Mapping[str, Any]) -> bytes:
     return f"data: {text}\n\n".encode()
 
 
+def encode_named(name: str, payload: Mapping[str, Any]) -> bytes:
+    """One event with a name of its own."""
+    return f"event: {name}\n".encode() + encode_event(payload)
+
+
 async def until_gone(receive: Receive) -> None:
     """Wait, after the body was read, until the client closes; then raise ClientGoneError."""
     while (await receive())["type"] != "http.disconnect":
