@@ -53,10 +53,10 @@ function legend(colour) {
     make("span", { class: "swatch cold" }), "cold, at the ring's measured rates");
 }
 
-// The next of 1, 2, 5 times a power of ten.
+// The next round number.
 function ceiling(value) {
   const power = 10 ** Math.floor(Math.log10(Math.max(value, 1)));
-  return [1, 2, 5, 10].map((step) => step * power).find((step) => step >= value);
+  return [1, 1.5, 2, 3, 4, 5, 6, 8, 10].map((step) => step * power).find((step) => step >= value);
 }
 
 function summary(turns) {
