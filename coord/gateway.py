@@ -32,6 +32,7 @@ from coord.http.live import LiveRing
 from coord.http.metrics import CONTENT_TYPE, Metrics
 from coord.http.openapi import document
 from coord.http.pages import Pages
+from coord.http.prompting import Prompt, check_tools, prompt_of
 from coord.http.reply import Delta, Reply, Wanted
 from coord.http.rings import RingApi
 from coord.http.sampling import sampling_of, seeds_of
@@ -39,13 +40,13 @@ from coord.http.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    Strict,
     TokenizeRequest,
     parse,
 )
 from coord.http.sse import DONE, EventStream, encode_event, until_gone
-from coord.splice import splice
+from coord.http.strict import Strict
 from coord.tokenizer import Tokenizer
+from coord.toolcalls import sent_back
 
 R = TypeVar("R", bound=Strict)
 MAX_SESSIONS = 16384  # hints whose last salt is remembered, to explain a miss: 3 MB
@@ -145,16 +146,8 @@ class _Gateway:
         self._door.check_open()  # before a body is read for nothing
         wanted = await self._parse(request, ChatRequest)
         model = self._known_model(wanted.model)
-        messages = [message.plain() for message in wanted.messages]
         salt = derive_salt(_caller(request).tenant, wanted.cache_salt)
-        said = {
-            index: spoken
-            for index, message in enumerate(messages)
-            if message["role"] == "assistant"
-            and (spoken := self._history.recall(salt, message["content"]))
-        }
-        # A long prompt takes 1-3 us per byte to encode: off the loop, streams must not stall.
-        prompt = await asyncio.to_thread(splice, self._tokenizer, messages, said)
+        prompt = await prompt_of(self._tokenizer, self._history, salt, wanted)
         answer = ChatAnswer(
             f"chatcmpl-{uuid.uuid4().hex}",
             int(time.time()),
@@ -180,7 +173,7 @@ class _Gateway:
             logprobs=wanted.logprobs is not None,
             null_usage=wanted.include_usage,
         )
-        return await self._answer(request, wanted, prompt, answer)
+        return await self._answer(request, wanted, Prompt(prompt), answer)
 
     async def cancel(self, request: Request, reply: str) -> Response:
         """POST /v1/cancel/{id}: ids are random, so knowing a tenant's is the right to use it."""
@@ -195,11 +188,11 @@ class _Gateway:
         self,
         request: Request,
         wanted: ChatRequest | CompletionRequest,
-        prompt: Sequence[int],
+        prompt: Prompt,
         answer: Answer,
     ) -> Response:
         choices = self._submit(request, wanted, prompt, answer.id)
-        _log.info("turn", id=answer.id, prompt=len(prompt), stream=wanted.stream)
+        _log.info("turn", id=answer.id, prompt=len(prompt.whole), stream=wanted.stream)
         headers = {
             "x-request-id": answer.id,
             "x-kvring-session": _hint(request, wanted)[:SESSION_CHARS],
@@ -218,11 +211,12 @@ class _Gateway:
         self,
         request: Request,
         wanted: ChatRequest | CompletionRequest,
-        prompt: Sequence[int],
+        prompt: Prompt,
         reply_id: str,
     ) -> Choices:
         """Start a turn for each choice, or none. Their prompt is computed once (single flight)."""
-        budget = self._budget(len(prompt), wanted.limit)
+        whole = prompt.whole
+        budget = self._budget(len(whole), wanted.limit)
         if wanted.min_tokens > budget:
             text = f"min_tokens: {wanted.min_tokens}, but the answer has at most {budget}"
             raise TurnError(400, "invalid_value", text, "min_tokens")
@@ -234,7 +228,7 @@ class _Gateway:
         salt, chat = derive_salt(tenant, wanted.cache_salt), isinstance(wanted, ChatRequest)
         session = wanted.session(request.headers.get("x-session-id"))
         common = Wanted(
-            prompt=prompt,
+            prompt=whole,
             stops=frozenset(stops),
             stop_strings=tuple(wanted.stops),
             logprobs=wanted.wanted_logprobs is not None,
@@ -244,12 +238,14 @@ class _Gateway:
             reuse=wanted.kvring.reuse,
             other_salt=self._salt_changed(derive_hint(tenant, session), salt),
             min_tokens=wanted.min_tokens,
+            forced=prompt.forced,
+            calling=prompt.calling,
         )
         running = self._door.start(tenant, reply_id)
         try:
             for index, seed in enumerate(seeds_of(wanted)):
                 stream = self._engine.submit(
-                    prompt,
+                    whole,
                     budget=budget,
                     stops=sorted(stops),
                     sampling=sampling_of(wanted, seed),
@@ -264,7 +260,7 @@ class _Gateway:
                     replace(common, seed=seed, index=index),
                     self._metrics,
                     on_close=partial(
-                        self._ended, tenant, reply_id, index, prompt, salt if chat else None
+                        self._ended, tenant, reply_id, index, prompt.ids, salt if chat else None
                     ),
                 )
         except TurnError as refusal:
@@ -296,6 +292,8 @@ class _Gateway:
             spelled = spelling(self._tokenizer, tokens, text, strip=True)
             if spelled is not None:
                 self._history.add(salt, text, prompt, *spelled)
+                if (called := reply.called) is not None:
+                    self._history.mean(salt, sent_back(*called), text)
         report = reply.report()
         miss = report.pop("miss")  # a client's text belongs in no log
         reason = miss["reason"] if isinstance(miss, dict) else None
@@ -369,8 +367,10 @@ class _Gateway:
         wanted = await self._parse(request, TokenizeRequest)
         self._known_model(wanted.model)
         if wanted.messages is not None:
+            check_tools(self._tokenizer, wanted.messages, wanted.tools)
             messages = [message.plain() for message in wanted.messages]
-            tokens = await asyncio.to_thread(self._tokenizer.render, messages)
+            tools = [tool.plain() for tool in wanted.tools]
+            tokens = await asyncio.to_thread(self._tokenizer.render, messages, tools)
         else:
             tokens = await asyncio.to_thread(
                 self._tokenizer.encode, wanted.prompt or "", special=wanted.add_special_tokens

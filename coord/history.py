@@ -23,6 +23,7 @@ MAX_BYTES = 64 << 20  # about 10 M generated tokens
 MAX_VARIANTS = 8  # ids of one text: "Yes." is said often, but in few spellings
 MAX_PROMPTS = 16  # conversations in which one spelling is remembered to have been said
 _KEY_BYTES = 32
+_SENT = "\0sent"  # tells what clients send back from texts
 _OVERHEAD_BYTES = 400  # of one entry's Python objects
 _PROMPT_BYTES = 64  # of one conversation's digest
 
@@ -69,6 +70,8 @@ class History:
         # restored and not yet recalled: a successor may serve another vocabulary
         self._unchecked: dict[bytes, None] = {}
         self._texts: OrderedDict[bytes, tuple[Spoken, ...]] = OrderedDict()  # newest spelling first
+        self._meanings: OrderedDict[bytes, str] = OrderedDict()  # at most a quarter of the limit
+        self._meant = 0  # bytes of them, about
         self.size = 0  # bytes, about
 
     def __len__(self) -> int:
@@ -89,8 +92,38 @@ class History:
         if self._write is not None:
             self._write(key, msgpack.packb([astuple(each) for each in entry]))
 
+    def mean(self, salt: bytes, sent: str, text: str) -> None:
+        """What a client sends back as `sent` (coord.toolcalls.sent_back) is the reply `text`."""
+        key = _key(salt, _SENT + sent)
+        self._note(key, text)
+        if self._write is not None:
+            self._write(key, msgpack.packb({_SENT: text}))
+
+    def meaning(self, salt: bytes, sent: str) -> str | None:
+        """The reply that `sent` is; None where it is none."""
+        key = _key(salt, _SENT + sent)
+        text = self._meanings.get(key)
+        if text is not None:
+            self._meanings.move_to_end(key)
+        return text
+
+    def _note(self, key: bytes, text: str) -> None:
+        self._forget(key)
+        self._meanings[key] = text
+        self._meant += len(text) + _OVERHEAD_BYTES
+        while self._meant > self._limit // 4:
+            self._forget(next(iter(self._meanings)))
+
+    def _forget(self, key: bytes) -> None:
+        text = self._meanings.pop(key, None)
+        if text is not None:
+            self._meant -= len(text) + _OVERHEAD_BYTES
+
     def restore(self, key: bytes, body: bytes) -> bool:
         """Take an entry back that `write` was given, as the newest; False where it is none."""
+        if len(key) == _KEY_BYTES and (text := _text(body)) is not None:
+            self._note(key, text)
+            return True
         entry = _unpacked(body) if len(key) == _KEY_BYTES else ()
         if entry:
             self._put(key, entry, self._texts.pop(key, ()))
@@ -129,6 +162,16 @@ class History:
 def digest(packed: bytes) -> bytes:
     """Names the ids before a reply; equal to blake2b of 16 bytes fed in pieces."""
     return hashlib.blake2b(packed, digest_size=16).digest()
+
+
+def _text(body: bytes) -> str | None:
+    """What `mean` wrote; None for anything else."""
+    try:
+        plain = msgpack.unpackb(body)
+    except (ValueError, TypeError, msgpack.UnpackException):
+        return None
+    text = plain.get(_SENT) if isinstance(plain, dict) else None
+    return text if isinstance(text, str) else None
 
 
 def _unpacked(body: bytes) -> tuple[Spoken, ...]:

@@ -486,8 +486,8 @@ class Scheduler:
 
     def _fill(self, ring: Ring, now: float, actions: list[Action]) -> None:
         """While the ring has room: every ready decode segment, then prefill, then speculation."""
-        while ring.room():
-            mine = [turn for turn in self.turns.values() if turn.ring == ring.name]
+        mine = [turn for turn in self.turns.values() if turn.ring == ring.name]
+        while mine and ring.room():
             segments = certain(ring, mine, self.limits) or ahead(ring, mine)
             if not segments:
                 return

@@ -9,27 +9,37 @@ no token would have reached across the cut.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 
 from coord.actions import TurnError
 from coord.history import Spoken
-from coord.tokenizer import Message, Tokenizer
+from coord.template import Message, Tools
+from coord.tokenizer import Tokenizer
+from coord.toolcalls import Style
 from transport.chain import pack_tokens
 
 Recalled = Mapping[int, Sequence[Spoken]]  # by message, newest spelling first
 
 
-def splice(tokenizer: Tokenizer, messages: Sequence[Message], recalled: Recalled) -> list[int]:
+def splice(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    recalled: Recalled,
+    tools: Tools | None = None,
+    replies: Mapping[int, str] | None = None,
+) -> list[int]:
     """Ids of a conversation, as Tokenizer.render, with the recalled messages' own ids.
 
     Where a text was said in several spellings, the one that continues this very conversation is
     taken, else the newest. A message that the template altered is tokenised like any other.
+    replies: what the model wrote where a recalled message has tool calls.
     """
-    text = tokenizer.spell(messages)
+    text, spans = _spelled(tokenizer, messages, recalled, tools, replies or {})
     ids: list[int] = []
     state = hashlib.blake2b(digest_size=16)  # of ids; as coord.history.digest
     at = 0
-    for index, start, end in _spans(tokenizer, messages, text, recalled):
+    for index, start, end in spans:
         if not tokenizer.token_starts(text, end):
             continue
         pieces: dict[str, list[int]] = {}
@@ -53,6 +63,58 @@ def splice(tokenizer: Tokenizer, messages: Sequence[Message], recalled: Recalled
     return ids
 
 
+def _spelled(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    recalled: Recalled,
+    tools: Tools | None,
+    replies: Mapping[int, str],
+) -> tuple[str, list[tuple[int, int, int]]]:
+    """The conversation's text, and (message, start, end) of the recalled parts in it, ascending.
+
+    A reply with calls is given to the template as if it had been plain text: that stands between
+    the same header and end, and the template need not spell the calls as the model did. Mistral's
+    templates count plain replies and refuse one more; there a call's text is found by its mark.
+    """
+    if tokenizer.style is not Style.MISTRAL:
+        plain = [
+            {"role": "assistant", "content": replies[index]} if index in replies else message
+            for index, message in enumerate(messages)
+        ]
+        text = tokenizer.spell(plain, tools)
+        return text, _spans(tokenizer, plain, text, recalled, tools)
+    text = tokenizer.spell(messages, tools)
+    others = {index: spoken for index, spoken in recalled.items() if index not in replies}
+    spans = _spans(tokenizer, messages, text, others, tools)
+    calls = _call_spans(tokenizer, messages, text, replies, Style.MISTRAL.opening)
+    return text, sorted([*spans, *(span for span in calls if span[0] in recalled)])
+
+
+def _call_spans(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    text: str,
+    replies: Mapping[int, str],
+    opening: str,
+) -> list[tuple[int, int, int]]:
+    """(message, start, end) of replies that are nothing but calls, each from its mark on.
+
+    None where there are more marks than messages with calls (a user wrote one).
+    """
+    callers = [index for index, message in enumerate(messages) if message.get("tool_calls")]
+    starts = [match.start() for match in re.finditer(re.escape(opening), text)]
+    if len(starts) != len(callers):
+        return []
+    spans = []
+    for index, start in zip(callers, starts, strict=True):
+        end = start + len(opening)
+        while end < len(text) and not tokenizer.token_starts(text, end):
+            end += 1
+        if replies.get(index, "").startswith(opening):
+            spans.append((index, start, end))
+    return spans
+
+
 def _digest_with(state: hashlib.blake2b, piece: Sequence[int]) -> bytes:
     whole = state.copy()
     whole.update(pack_tokens(piece))
@@ -60,7 +122,11 @@ def _digest_with(state: hashlib.blake2b, piece: Sequence[int]) -> bytes:
 
 
 def _spans(
-    tokenizer: Tokenizer, messages: Sequence[Message], text: str, recalled: Recalled
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    text: str,
+    recalled: Recalled,
+    tools: Tools | None,
 ) -> list[tuple[int, int, int]]:
     """(message, start, end) of recalled contents in the rendered text, ascending.
 
@@ -77,7 +143,8 @@ def _spans(
             [
                 {**message, "content": marks[index]} if index in marks else message
                 for index, message in enumerate(messages)
-            ]
+            ],
+            tools,
         )
     except TurnError:  # the template looks into a reply and does not like the mark
         return []

@@ -7,26 +7,18 @@ becomes that token, as it does in the model's own training format.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.runtime
-import jinja2.sandbox
 import tokenizers
 
 from coord.actions import TurnError
+from coord.template import Message, Template, Tools
 from coord.text import CharacterDecoder
+from coord.toolcalls import Style, spell_calls
 from coord.vocabulary import build_tokenizer, read_metadata
-
-Message: TypeAlias = Mapping[str, Any]
 
 # Control tokens that end a turn in the families served, whether or not a file lists them as such.
 _END_NAMES = (
@@ -37,20 +29,6 @@ _END_NAMES = (
     "<|endoftext|>",
     "<|end_of_text|>",
     "<end_of_turn>",
-)
-MAX_RENDERED_CHARS = 64 << 20  # a request has at most 4 MB of text
-MAX_RENDER_S = 10.0
-MAX_INDENT = 16
-# What a template's own code can raise on messages it was not written for.
-_TEMPLATE_ERRORS = (
-    jinja2.TemplateError,
-    TypeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
-    MemoryError,
 )
 
 
@@ -65,20 +43,20 @@ class Tokenizer(Protocol):
     def stops(self) -> tuple[int, ...]:
         """Every id that ends a turn (end of sequence, of turn, of message), ascending."""
 
+    @property
+    def style(self) -> Style | None:
+        """How the model spells tool calls; None where its template takes no tools."""
+
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Ids of a text; special: with the BOS that the model expects before a text."""
 
-    def render(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> list[int]:
+    def render(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
         """Ids of a conversation by the chat template, ready for the assistant's answer.
 
         TurnError 400 where the template refuses it. Equal to encode(spell(...), special=False).
         """
 
-    def spell(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> str:
+    def spell(self, messages: Sequence[Message], tools: Tools | None = None) -> str:
         """The text that `render` tokenises."""
 
     def token_starts(self, text: str, at: int) -> bool:
@@ -88,7 +66,10 @@ class Tokenizer(Protocol):
         """
 
     def token_bytes(self, token: int, *, special: bool = False) -> bytes:
-        """UTF-8 bytes of one token, b"" for a control token (special: its name) or unknown id."""
+        """UTF-8 bytes of one token, b"" for a control token (special: its name) or unknown id.
+
+        The marks of a tool call are text.
+        """
 
     def decoder(self, *, strip: bool = False) -> CharacterDecoder:
         """For text that begins here; strip: a word mark before the first word is no space."""
@@ -113,6 +94,7 @@ class ByteTokenizer:
     """The toy model's: a token is a byte. It has no control tokens, so it ends only by `stops`."""
 
     vocabulary = 256
+    style = Style.HERMES
 
     def __init__(self, stops: Sequence[int] = ()) -> None:
         self.stops = tuple(sorted(set(stops)))
@@ -124,16 +106,14 @@ class ByteTokenizer:
     def render(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Tools | None = None,
     ) -> list[int]:
         """See Tokenizer."""
         return self.encode(self.spell(messages, tools))
 
-    def spell(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> str:
+    def spell(self, messages: Sequence[Message], tools: Tools | None = None) -> str:
         """See Tokenizer: one line per message."""
-        lines = [f"{message['role']}: {message['content'] or ''}\n" for message in messages]
+        lines = [f"{message['role']}: {_toy_body(message)}\n" for message in messages]
         if tools:
             lines.insert(0, f"tools: {json.dumps(list(tools), ensure_ascii=False)}\n")
         return "".join(lines) + "assistant: "
@@ -161,6 +141,12 @@ class ByteTokenizer:
         return b"".join(map(self.token_bytes, tokens)).decode("utf-8", "replace")
 
 
+def _toy_body(message: Message) -> str:
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    spelled = spell_calls([(call["name"], str(call["arguments"])) for call in calls])
+    return "\n".join(part for part in (message["content"] or "", spelled) if part)
+
+
 @dataclass(frozen=True, slots=True)
 class Parts:
     """What files say beside the vocabulary. names: bos_token, eos_token, ... for the template."""
@@ -179,8 +165,10 @@ class TextTokenizer:
         self._byte_level = _is_byte_level(backend)
         self._added = backend.get_added_tokens_decoder()
         self._control = tuple(added.content for added in self._added.values() if added.special)
-        self._template = parts.template and _compile(parts.template)
-        self._tool_template = parts.tool_template and _compile(parts.tool_template)
+        self._template = Template(parts.template) if parts.template else None
+        self._tool_template = Template(parts.tool_template) if parts.tool_template else None
+        self.style = template.style if (template := self._tool_template or self._template) else None
+        marks = self.style.marks if self.style else ()
         self._names = dict(parts.names)
         self.vocabulary = backend.get_vocab_size(with_added_tokens=True)
         named = [
@@ -189,6 +177,7 @@ class TextTokenizer:
             if added.special and added.content in _END_NAMES
         ]
         self.stops = tuple(sorted({*parts.stops, *named}))
+        self._marks = {token for token, each in self._added.items() if each.content in marks}
         self._bytes: dict[int, bytes] = {}  # filled as needed; at most one entry per id
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
@@ -197,37 +186,18 @@ class TextTokenizer:
         # twice as fast, as it keeps no character offsets.
         return self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
 
-    def render(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> list[int]:
+    def render(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
         """See Tokenizer."""
         return self.encode(self.spell(messages, tools), special=False)
 
-    def spell(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> str:
+    def spell(self, messages: Sequence[Message], tools: Tools | None = None) -> str:
         """See Tokenizer."""
         template = (self._tool_template if tools else None) or self._template
         if not template:
             raise TurnError(
                 400, "no_chat_template", "the model has no chat template; use /v1/completions"
             )
-        try:
-            return _render(
-                template,
-                messages=[dict(message) for message in messages],
-                tools=list(tools) if tools else None,
-                documents=None,
-                add_generation_prompt=True,
-                **self._names,
-            )
-        except _TEMPLATE_ERRORS as error:
-            raise TurnError(
-                400,
-                "template_error",
-                f"the chat template refuses these messages: {error}",
-                "messages",
-            ) from error
+        return template.render(messages, tools, self._names)
 
     def token_starts(self, text: str, at: int) -> bool:
         """See Tokenizer."""
@@ -237,7 +207,8 @@ class TextTokenizer:
         """See Tokenizer."""
         added = self._added.get(token)
         if added is not None:
-            return b"" if added.special and not special else added.content.encode("utf-8")
+            hidden = added.special and not special and token not in self._marks
+            return b"" if hidden else added.content.encode("utf-8")
         known = self._bytes.get(token)
         if known is None:
             text = self._backend.id_to_token(token) if 0 <= token < self.vocabulary else None
@@ -374,70 +345,3 @@ def _json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path}: not a JSON object")
     return value
-
-
-# ---- chat templates ------------------------------------------------------------------------------
-
-
-class _Generation(jinja2.ext.Extension):
-    """{% generation %} marks what an assistant wrote, for training; here it changes nothing."""
-
-    tags = {"generation"}  # noqa: RUF012 - the library's own declaration is a plain set
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """No attribute that reaches the interpreter, and no one operation that takes gigabytes."""
-
-    intercepted_binops = frozenset(("*", "**", "%"))
-
-    def call_binop(
-        self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any
-    ) -> Any:
-        if operator == "*":
-            counted = [each for each in (left, right) if isinstance(each, int)]
-            sized = [each for each in (left, right) if isinstance(each, str | list | tuple)]
-            if counted and sized and len(sized[0]) * counted[0] > MAX_RENDERED_CHARS:
-                raise jinja2.TemplateError(f"over {MAX_RENDERED_CHARS} characters")
-        elif operator == "**" or isinstance(left, str):
-            raise jinja2.TemplateError(f"the operator {operator} is not for a chat template")
-        return super().call_binop(context, operator, left, right)
-
-
-def _render(template: jinja2.Template, **values: object) -> str:
-    """Like render, but ends at MAX_RENDERED_CHARS and, as long as it writes, MAX_RENDER_S."""
-    pieces: list[str] = []
-    size, deadline = 0, time.monotonic() + MAX_RENDER_S
-    for piece in template.generate(**values):
-        size += len(piece)
-        if size > MAX_RENDERED_CHARS or time.monotonic() > deadline:
-            limit = f"{MAX_RENDERED_CHARS} characters, {MAX_RENDER_S:g} s"
-            raise jinja2.TemplateError(f"it does not come to an end ({limit})")
-        pieces.append(piece)
-    return "".join(pieces)
-
-
-def _compile(source: str) -> jinja2.Template:
-    environment = _Sandbox(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = _now
-    return environment.from_string(source)
-
-
-def _to_json(value: object, indent: int | None = None) -> str:
-    indent = None if indent is None else max(0, min(indent, MAX_INDENT))
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _now(pattern: str) -> str:
-    return datetime.now().astimezone().strftime(pattern)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import psutil
 import structlog
 
+from pipeline.forward import perform_forward
 from pipeline.model import StageModel
 from pipeline.stage import Action, CopyRows, DropRows, Forward, Send, Stage
 from transport.config import Limits, Ring
@@ -25,13 +26,11 @@ from transport.emulate import Emulate
 from transport.frame import (
     Buffer,
     Envelope,
-    Forwarded,
     Frame,
     Heartbeat,
     Refusal,
     Reject,
     StageState,
-    Tensor,
 )
 from transport.framelog import Direction
 from transport.link import LinkError, PullLink, PushLink, open_push
@@ -215,23 +214,6 @@ class Worker:
                 header=push.header if envelope is not None else None,
                 wait=True,
             )
-
-
-def perform_forward(model: StageModel, action: Forward) -> Forwarded:
-    """Run the block; the frame that answers the action."""
-    run, payload = action.run, action.run.payload
-    if payload is not None and action.rows is not None:
-        payload = _pick_rows(payload, action.rows)
-    output = model.forward(run.segments, payload, action.histories)
-    return Forwarded(run.epoch, run.seq, output.payload, output.results)
-
-
-def _pick_rows(payload: Tensor, rows: tuple[tuple[int, int], ...]) -> Tensor:
-    data = memoryview(payload.data).cast("B")
-    row = len(data) // payload.shape[0]
-    kept = b"".join(data[start * row : end * row] for start, end in rows)
-    count = sum(end - start for start, end in rows)
-    return Tensor(payload.dtype, (count, *payload.shape[1:]), kept)
 
 
 async def run_stage(worker: Worker, incarnation: int, stop: asyncio.Event) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hashlib import blake2b, shake_128
 from typing import Protocol
 
-from pipeline.rule import Choice, Tally, pick, result
+from pipeline.rule import Tally, pick, result
 from transport.frame import GREEDY, Result, Segment, Tensor
 
 
@@ -157,7 +157,8 @@ class ToyModel:
             outputs.extend(rows)
             if self._info.tail:
                 history = histories[index] if histories else ()
-                results.append(self._pick(segment, rows[count - segment.want :], history))
+                wanted = rows[count - segment.want :]
+                results.append(toy_result(segment, wanted, history, self._info.vocabulary))
         if self._info.tail:
             return Output(None, tuple(results))
         return Output(Tensor("uint8", (len(outputs), ROW_BYTES), b"".join(outputs)))
@@ -189,18 +190,21 @@ class ToyModel:
             out.append(_digest(memoryview(buffer)[:end]))
         return out
 
-    def _pick(self, segment: Segment, rows: Sequence[bytes], history: Sequence[int]) -> Result:
-        sampling = segment.sampling
-        tally = Tally(segment, history) if rows and sampling.shaping is not None else None
-        choices = []
-        for position, row in enumerate(rows, segment.end - segment.want + 1):
-            if sampling == GREEDY:
-                choices.append(Choice(likeliest(row, self._info.vocabulary)))
-                continue
-            counts = tally.before(position) if tally is not None else {}
-            logits = toy_logits(row, self._info.vocabulary)
-            choices.append(pick(logits, sampling, position, counts))
-        return result(segment, choices)
+
+def toy_result(
+    segment: Segment, rows: Sequence[bytes], history: Sequence[int], vocabulary: int
+) -> Result:
+    """The toy's answer for the wanted positions' output rows, in order."""
+    sampling, start = segment.sampling, segment.end - segment.want
+    if sampling == GREEDY:
+        tokens = tuple([likeliest(row, vocabulary) for row in rows])
+        return Result(segment.turn, segment.slot, start, tokens)
+    tally = Tally(segment, history) if rows and sampling.shaping is not None else None
+    choices = []
+    for position, row in enumerate(rows, start + 1):
+        counts = tally.before(position) if tally is not None else {}
+        choices.append(pick(toy_logits(row, vocabulary), sampling, position, counts))
+    return result(segment, choices)
 
 
 def likeliest(row: bytes, vocabulary: int) -> int:

@@ -15,6 +15,7 @@ from typing import Self
 from coord.actions import Action, Admitted, Draft, Failed, Finished, Send, Tokens
 from coord.draft import Drafter, LookupDrafter
 from coord.scheduler import Scheduler
+from pipeline.forward import perform_forward
 from pipeline.model import ToyModel
 from pipeline.stage import CopyRows, DropRows, Forward, Stage
 from pipeline.stage import Send as StageSend
@@ -28,7 +29,6 @@ from transport.frame import (
     Cancel,
     Copy,
     Envelope,
-    Forwarded,
     Frame,
     Free,
     Heartbeat,
@@ -42,7 +42,6 @@ from transport.frame import (
     Segment,
     StageState,
     Submit,
-    Tensor,
     Tick,
     Verdict,
     Wire,
@@ -287,7 +286,7 @@ class MemoryRing:
             forward = self.forwards[index]
             assert forward is not None
             self.forwards[index] = None
-            self._stage_takes(index, self._compute(index, forward))
+            self._stage_takes(index, perform_forward(self.models[index], forward))
             return
         frame = self.links[index].popleft()
         if self._codec:
@@ -296,15 +295,6 @@ class MemoryRing:
             self.tell(frame)
         else:
             self._stage_takes(index, frame)
-
-    def _compute(self, index: int, forward: Forward) -> Forwarded:
-        run, payload = forward.run, forward.run.payload
-        if payload is not None and forward.rows is not None:
-            data = bytes(payload.data)
-            kept = b"".join(data[a * 8 : b * 8] for a, b in forward.rows)
-            payload = Tensor(payload.dtype, (len(kept) // 8, 8), kept)
-        output = self.models[index].forward(run.segments, payload, forward.histories)
-        return Forwarded(run.epoch, run.seq, output.payload, output.results)
 
     def _stage_takes(self, index: int, frame: Frame) -> None:
         stage = self.stages[index]

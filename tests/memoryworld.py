@@ -1,14 +1,13 @@
 """One scheduler over one or two rings in memory, and checkers that share no code with the cores.
 
-The Oracle computes tokens and KV rows on its own; `audit` compares every claim of the ledger with
-every stage's chain and with the bytes that the toy really holds.
+The simulator's Oracle computes tokens and KV rows on its own; `audit` compares every claim of the
+ledger with every stage's chain and with the bytes that the toy really holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from hashlib import blake2b
 
 from coord.actions import Action, Admitted, Failed, Finished, Send, Tokens
 from coord.draft import Drafter
@@ -16,6 +15,7 @@ from coord.ring import Phase
 from coord.scheduler import Scheduler
 from pipeline.model import ROW_BYTES
 from tests.memoryring import VOCABULARY, MemoryRing, Reply, ring_spec
+from tools.sim.oracle import Oracle
 from transport.config import Limits
 from transport.frame import (
     Cancel,
@@ -28,77 +28,6 @@ from transport.frame import (
     Submit,
     Tick,
 )
-
-MAX_NODES = 200_000  # of the oracle's memory: about 200 MB
-
-
-class Node:
-    """One prefix: the rows that its last token has in each layer, and the token that follows."""
-
-    __slots__ = ("after", "follows", "rows", "states")
-
-    def __init__(self, states: tuple[blake2b, ...], rows: tuple[bytes, ...], follows: int) -> None:
-        self.states = states
-        self.rows = rows
-        self.follows = follows
-        self.after: dict[int, Node] = {}
-
-
-class Oracle:
-    """Plain serial decoding of the toy, every prefix computed once and remembered."""
-
-    def __init__(self, layers: int) -> None:
-        self.layers = layers
-        self.nodes = 0
-        self._root = self._empty()
-
-    def _empty(self) -> Node:
-        empty = tuple(blake2b(digest_size=ROW_BYTES) for _ in range(self.layers))
-        return Node(empty, (), 0)
-
-    def path(self, tokens: Sequence[int]) -> Iterator[Node]:
-        """The nodes of all prefixes of `tokens`, shortest first."""
-        if self.nodes > MAX_NODES:
-            self._root, self.nodes = self._empty(), 0
-        node = self._root
-        for token in tokens:
-            node = self._after(node, token)
-            yield node
-
-    def _after(self, node: Node, token: int) -> Node:
-        found = node.after.get(token)
-        if found is not None:
-            return found
-        self.nodes += 1
-        value = token.to_bytes(ROW_BYTES, "little")
-        states, rows = [], []
-        for layer, before in enumerate(node.states):
-            tagged = layer.to_bytes(4, "little") + value
-            row = blake2b(tagged, digest_size=ROW_BYTES).digest()
-            state = before.copy()
-            state.update(row)
-            value = state.digest()
-            states.append(state)
-            rows.append(row)
-        follows = int.from_bytes(value, "little") % VOCABULARY
-        made = node.after[token] = Node(tuple(states), tuple(rows), follows)
-        return made
-
-    def decode(self, prompt: Sequence[int], count: int, stops: Sequence[int] = ()) -> list[int]:
-        """The tokens that one slot and one token at a time would give."""
-        *_, node = self.path(prompt)
-        out: list[int] = []
-        while len(out) < count:
-            out.append(node.follows)
-            if node.follows in stops:
-                break
-            node = self._after(node, node.follows)
-        return out
-
-    def rows(self, tokens: Sequence[int]) -> list[bytes]:
-        """Per layer, the KV bytes of a slot that holds `tokens`."""
-        nodes = list(self.path(tokens))
-        return [b"".join(node.rows[layer] for node in nodes) for layer in range(self.layers)]
 
 
 class HalfRight:

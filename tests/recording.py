@@ -25,6 +25,7 @@ from transport.frame import (
     Heartbeat,
     KeepSlot,
     LinkGap,
+    Remembered,
     StageLost,
     Submit,
     Tick,
@@ -34,7 +35,7 @@ from transport.framelog import Direction, LogHeader, Payloads
 from transport.recorder import Recorder
 
 COORDINATOR = Who("coordinator", "coord", 1)
-LOCAL = (Submit, Cancel, Tick, StageLost, FreeSlot, KeepSlot, Drafted)
+LOCAL = (Submit, Cancel, Tick, StageLost, FreeSlot, KeepSlot, Drafted, Remembered)
 
 
 class Taken(NamedTuple):
@@ -59,6 +60,8 @@ class RecordedRing(MemoryRing):
         self._numbers: list[deque[Envelope]] = [deque() for _ in self.links]
         self._beats: dict[str, int] = {}
         self._came: Envelope | None = None  # of the frame that is being delivered
+        self._coordinator = COORDINATOR
+        self._fresh = False  # a successor that no verdict has reached yet
 
     def _record(
         self, who: Who, direction: Direction, frame: Frame, envelope: Envelope | None
@@ -78,20 +81,20 @@ class RecordedRing(MemoryRing):
     def send(self, wire: Wire) -> None:
         frame = self.tamper(wire)
         self.sent.append(frame)
-        self._push(0, COORDINATOR, frame)
+        self._push(0, self._coordinator, frame)
 
     def note(self, frame: Frame) -> None:
         """The coordinator is told a frame that came over no link of the ring, or again."""
         if isinstance(frame, LOCAL):
-            self._record(COORDINATOR, Direction.LOCAL, frame, None)
+            self._record(self._coordinator, Direction.LOCAL, frame, None)
         elif isinstance(frame, Heartbeat):
             sender = f"{frame.ring}/{frame.stage}/control"
             key = f"{sender} {frame.incarnation}"
             number = self._beats[key] = self._beats.get(key, -1) + 1
             envelope = Envelope(sender, frame.incarnation, number)
-            self._record(COORDINATOR, Direction.IN, frame, envelope)
+            self._record(self._coordinator, Direction.IN, frame, envelope)
         else:  # an answer, from the link or again
-            self._record(COORDINATOR, Direction.IN, frame, self._came)
+            self._record(self._coordinator, Direction.IN, frame, self._came)
         self._came = None
 
     def tell(self, frame: Frame) -> None:
@@ -110,9 +113,30 @@ class RecordedRing(MemoryRing):
                 came = numbers.popleft()
             if index == len(self.stages):
                 self._came = came
+                self._greet(came)
             else:
                 self._record(self._stage_who(index), Direction.IN, frame, came)
         super().happen(choice)
+
+    def _greet(self, came: Envelope) -> None:
+        """A coordinator's first frame from a tail that is older: its link tells of a gap.
+
+        It is noted, not told: the core would call the roll once more.
+        """
+        if self._fresh and came.number:
+            gap = LinkGap(came.sender, 0, came.number)
+            self._record(self._coordinator, Direction.IN, gap, came)
+        self._fresh = False
+
+    def succeed(self, remembered: Sequence[Remembered], first_epoch: int) -> None:
+        """The successor sends and is recorded as another process."""
+        if not self.links[-1]:
+            self._numbers[-1].clear()
+        who = self._coordinator
+        self._coordinator = Who(who.role, who.name, who.incarnation + 1)
+        self._lives[0], self._counts[0], self._fresh = self._lives[0] + 1000, 0, True
+        self._beats.clear()
+        super().succeed(remembered, first_epoch)
 
     def _following(self, link: int) -> Envelope:
         return Envelope(self._senders[link], self._lives[link], self._counts[link])

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 
 from coord.actions import Admitted, Finished, Tokens
 from coord.gateway import Settings, build_app
+from coord.http.engine import Engine
 from coord.http.keys import derive_salt, hold
 from coord.tokenizer import ByteTokenizer
 from tests.fake_engine import FakeEngine, Step, fails, says
@@ -24,7 +25,7 @@ PROMPT: dict[str, Any] = {"prompt": "once"}
 EOS = 0
 
 
-def app_of(engine: FakeEngine, **settings: Any) -> FastAPI:
+def app_of(engine: Engine, **settings: Any) -> FastAPI:
     return build_app(engine, ByteTokenizer([EOS]), Settings(**settings))
 
 

@@ -13,12 +13,13 @@ import httpx
 import pytest
 import uvicorn
 
+from coord.http.engine import Engine
 from tests.fake_engine import FakeEngine, Step, says
 from tests.test_gateway import CHAT, EOS, HI, app_of, finishes, text_of
 
 
 @asynccontextmanager
-async def serving(engine: FakeEngine, **settings: Any) -> AsyncIterator[str]:
+async def serving(engine: Engine, **settings: Any) -> AsyncIterator[str]:
     """A real server on a free port; yields its address."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         config = uvicorn.Config(

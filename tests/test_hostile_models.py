@@ -334,7 +334,7 @@ ENDLESS = {
 def test_a_template_without_end_is_a_400(
     template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coord.tokenizer.MAX_RENDERED_CHARS", 1 << 20)
+    monkeypatch.setattr("coord.template.MAX_RENDERED_CHARS", 1 << 20)
     tokenizer = templated(randommodel.write_folder(tmp_path / "m"), template)
     with pytest.raises(TurnError) as raised:
         tokenizer.spell(SAY)
@@ -344,7 +344,7 @@ def test_a_template_without_end_is_a_400(
 def test_a_template_may_take_so_long_and_no_longer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coord.tokenizer.MAX_RENDER_S", 0.05)
+    monkeypatch.setattr("coord.template.MAX_RENDER_S", 0.05)
     slow = "{% for i in range(9999) %}{% for j in range(9999) %}x{% endfor %}{% endfor %}"
     tokenizer = templated(randommodel.write_folder(tmp_path / "m"), slow)
     began = time.thread_time()

@@ -1,4 +1,4 @@
-"""Which bugs of the cores the recorded frames alone show: those of tests/mutations.py."""
+"""Which bugs of the cores the recorded frames alone show: those of tests/bugs.py."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import itertools
 import pytest
 
 import tests.world
+from pipeline.slots import SlotTable
 from pipeline.stage import Forward, Send, Stage
+from tests.bugs import MUTATIONS, Mutation
 from tests.memoryring import toy
-from tests.mutations import MUTATIONS, WORLDS, Mutation
+from tests.mutations import WORLDS
 from tests.recording import RecordedRing, Taken, prove, record
 from tests.world import Plan, visit
 from tools.framelogs.residency import Violation, Who
@@ -25,7 +27,6 @@ COORDINATOR_BUGS = (
     "the ledger claims a row too many",
     "no truncation in the ledger",
     "rows are resident when they are sent",
-    "a fork is resident when its copy is sent",
     "a fork starts a row too late",
     "a dropped parked prefix is still offered",
     "a restarted stage's rows are still claimed",
@@ -90,6 +91,21 @@ def test_the_frames_alone_show_a_bug(name: str) -> None:
     plans = [plan for plan in WORLDS if plan.trouble != "lies"]
     plans.sort(key=lambda plan: plan.trouble != mutant.trouble)
     assert any(shown(mutant, plan) for plan in plans), "no world's frames show it"
+
+
+@pytest.mark.parametrize("verdict", [True, False])
+def test_a_stage_that_judges_claims_wrongly_is_named(verdict: bool) -> None:
+    """It confirms everything, or nothing; whoever is misled by it later."""
+    bug = Mutation(
+        "every claim is judged alike",
+        lambda patcher: patcher.setattr(SlotTable, "confirms", lambda *_: verdict),
+        "successors",
+    )
+    plans = [plan for plan in WORLDS if plan.trouble == "successors"]
+    found = [shown(bug, plan) for plan in plans]
+    rules = [each.rule for each in found if each is not None]
+    assert rules
+    assert set(rules) == {"R8"}
 
 
 @pytest.mark.parametrize("name", STAGE_BUGS, ids=lambda name: name.replace(" ", "-"))

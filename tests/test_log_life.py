@@ -15,18 +15,19 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from coord.ring import Phase
-from tests.memoryring import limits
-from tests.memoryworld import HalfRight, Oracle
+from tests.memoryring import VOCABULARY, limits
+from tests.memoryworld import HalfRight
 from tests.recordedring import RecordedRing, played, prompt
 from tools import cli
 from tools.framelogs.events import Answered, Ended, Event, Lost, Placed, Refused, Sent, Submitted
 from tools.framelogs.life import Life
 from tools.framelogs.read import entries, processes
+from tools.sim.oracle import Oracle
 from transport.frame import Kind
 from transport.framelog import Payloads
 
 SEEDS = 80
-ORACLE = Oracle(layers=2)
+ORACLE = Oracle(2, VOCABULARY)
 
 
 def random_ring(folder: Path, draw: Random) -> RecordedRing:
@@ -124,7 +125,7 @@ def test_a_log_tells_what_the_scheduler_did() -> None:
 @pytest.fixture(scope="module")
 def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("logs")
-    played(folder, drafter=partial(HalfRight, Oracle(layers=6)))
+    played(folder, drafter=partial(HalfRight, Oracle(6, VOCABULARY)))
     return folder
 
 
@@ -178,7 +179,7 @@ def test_a_loss(logs: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "admitted on ring r, slot 1: nothing is resident, 30 tokens to prefill\n",
         "ring r is lost: stage s1 was restarted; ",
         "ring r: the roll is called, epoch 2\n",
-        "ring r has formed: s0, s1, s2\n",
+        "ring r has formed: s0, s1, s2; 0 of 3 claims confirmed\n",
         "resumed on ring r, slot 0: nothing is resident, ",
         "ends: as long as it may be",
         "20 tokens of at most 20",

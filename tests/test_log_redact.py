@@ -7,7 +7,7 @@ coordinator's log, fed to a fresh scheduler, gives exactly the frames that the c
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -20,17 +20,22 @@ from hypothesis import strategies as st
 from coord.actions import Send
 from coord.scheduler import Scheduler
 from tests.memoryring import VOCABULARY, ring_spec
-from tests.memoryworld import HalfRight, Oracle
+from tests.memoryworld import HalfRight
 from tests.recordedring import RecordedRing, played, prompt
+from tests.recording import record, save
 from tests.test_log_life import random_ring
+from tests.world import Plan
 from tools import cli
+from tools.framelogs.check import prove
 from tools.framelogs.hiding import Hiding
 from tools.framelogs.read import Entry, entries, processes
+from tools.sim.oracle import Oracle
 from transport.chain import Chain, pack_tokens, root_hash
 from transport.config import loads
 from transport.frame import (
     Copy,
     Frame,
+    Remembered,
     Result,
     RollCall,
     Run,
@@ -134,11 +139,29 @@ def texts(found: dict[str, list[Entry]]) -> list[tuple[int, ...]]:
             frame = entry.frame
             if isinstance(frame, Submit):
                 said.append(frame.prompt)
+            elif isinstance(frame, Remembered):
+                said.append(frame.tokens)
             elif isinstance(frame, Run):
                 said += [segment.tokens for segment in frame.segments if segment.turn]
             elif hasattr(frame, "results"):
                 said += [result.tokens for result in frame.results if result.turn]
     return said
+
+
+def digests(found: dict[str, list[Entry]]) -> set[bytes]:
+    """Every hash of a text."""
+    return {digest for each in found.values() for entry in each for digest in _digests(entry.frame)}
+
+
+def _digests(frame: Frame) -> list[bytes]:
+    match frame:
+        case Run():
+            return [each.parent_hash for each in frame.segments if each.turn and each.start]
+        case Copy():
+            return [frame.parent_hash]
+        case RollCall():
+            return [each.digest for each in frame.claims]
+    return []
 
 
 def windows(said: list[tuple[int, ...]]) -> set[tuple[int, ...]]:
@@ -213,6 +236,54 @@ def test_chains_and_the_schedule_hold_under_any_key(seed: int, key: bytes) -> No
             replayed(ring, after["coord/1"])
 
 
+@pytest.mark.parametrize("seed", range(3, 7))
+def test_what_a_successor_is_told_is_hidden_and_proved_alike(seed: int, tmp_path: Path) -> None:
+    """Coordinators that remember, and roll calls with claims that are right, old, cut or lies."""
+    source, out = tmp_path / "logs", tmp_path / "out"
+    plan = Plan(seed, 1 + seed % 3, 3, park=8000, trouble="successors")
+    save(record(plan, steps=60), source)
+    assert redact(source, out, KEY + bytes([seed])) == 0
+    before, after = recorded(source), recorded(out)
+    plain = {text for text in windows(texts(before)) if len(set(text)) > 3}  # not one id repeated
+    assert len(plain) > 100
+    assert not plain & windows(texts(after))
+    assert digests(before)
+    assert not digests(before) & digests(after)
+    assert counted(out) == counted(source)
+
+
+def counted(folder: Path) -> dict[str, object]:
+    """All counts of `kvring log check`."""
+    proved = prove([folder])
+    return {**asdict(proved.tally), "one_end": proved.one_end}
+
+
+def test_what_is_remembered_is_what_is_claimed_in_the_copy(tmp_path: Path) -> None:
+    """Right or not, salted or not: each claim of a first roll call is of the hidden tokens."""
+    hiding, salted, seen = Hiding(KEY, VOCABULARY), 0, 0
+    for seed in (4, 6):
+        folder = tmp_path / str(seed)
+        save(record(Plan(seed, 1, 3, park=8000, trouble="successors"), steps=60), folder / "logs")
+        redact(folder / "logs", folder / "out")
+        before, after = recorded(folder / "logs"), recorded(folder / "out")
+        for name, mine in before.items():
+            told: dict[int, bytes] = {}
+            for old, new in zip(mine, after[name], strict=True):
+                if isinstance(new.frame, RollCall) and new.frame.ring and told:
+                    seen += len(told)
+                    assert {c.number: c.digest for c in new.frame.claims} == told
+                    told = {}
+                if not isinstance(new.frame, Remembered) or not isinstance(old.frame, Remembered):
+                    continue
+                assert new.frame.tokens == hiding.tokens(old.frame.tokens)
+                assert new.frame.salt == hiding.salt(old.frame.salt)
+                chain = Chain(root_hash(new.frame.fingerprint, new.frame.salt), new.frame.tokens)
+                told[new.frame.number] = chain.hash_before(len(chain))
+                salted += bool(new.frame.salt)
+    assert seen
+    assert salted
+
+
 def replayed(ring: RecordedRing, mine: list[Entry]) -> None:
     """A fresh scheduler that hears what the copy's did says what the copy's said."""
     spec = ring_spec("r", len(ring.stages), 2)
@@ -238,8 +309,19 @@ def test_one_key_hides_alike_in_all_files(logs: Path, tmp_path: Path) -> None:
     for path in segments(logs):
         first = (tmp_path / "a" / "out" / path.name).read_bytes()
         assert (tmp_path / "b" / "out" / path.name).read_bytes() == first
-        assert (tmp_path / "each" / "out" / path.name).read_bytes() == first
         assert (tmp_path / "c" / "out" / path.name).read_bytes() != first
+    whole, apart = recorded(tmp_path / "a" / "out"), recorded(tmp_path / "each" / "out")
+    asked = 0
+    for name, mine in whole.items():
+        for one, other in zip(mine, apart[name], strict=True):
+            if one.frame == other.frame:
+                continue
+            assert name == "s1/102", "a stage that restarted is asked about rows that it never had"
+            assert isinstance(one.frame, RollCall)
+            assert isinstance(other.frame, RollCall)
+            assert replace(one.frame, claims=other.frame.claims) == other.frame
+            asked += 1
+    assert asked == 1
 
 
 def test_without_a_key_nobody_has_one(logs: Path, tmp_path: Path) -> None:
@@ -255,7 +337,9 @@ def test_without_a_key_nobody_has_one(logs: Path, tmp_path: Path) -> None:
 def test_a_log_that_begins_in_the_middle(tmp_path: Path) -> None:
     """Rows from before it have no tokens; their hashes are still the same in all files."""
     source = tmp_path / "logs"
-    ring = RecordedRing(source, segment_bytes=3000, drafter=partial(HalfRight, Oracle(6)))
+    ring = RecordedRing(
+        source, segment_bytes=3000, drafter=partial(HalfRight, Oracle(6, VOCABULARY))
+    )
     ring.form()
     text = prompt(3, 60)
     for _ in range(4):

@@ -14,10 +14,22 @@ from typing import Any
 import pytest
 
 from tests.recordedring import RecordedRing, played, prompt
+from tests.recording import COORDINATOR, Taken, save
 from tools import cli
 from tools.framelogs.read import entries, processes
 from tools.framelogs.stream import Stream
-from transport.framelog import FrameLogReader
+from transport.frame import (
+    Claim,
+    Envelope,
+    Kind,
+    Remembered,
+    RollCall,
+    Run,
+    Segment,
+    StageLost,
+    Submit,
+)
+from transport.framelog import Direction, FrameLogReader
 from transport.recorder import segments
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -288,3 +300,46 @@ def test_following_waits_for_a_record_that_is_being_written(logs: Path, tmp_path
             path.write_bytes(source[:cut])
     assert stream.damages == []
     assert seen == offsets
+
+
+def test_what_is_remembered_claimed_and_unsent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokens = prompt(3, 12)
+    told = Remembered("r", 1, b"model", b"salt", tokens, "session", idle_s=7, keep_s=60)
+    claims = tuple(Claim(number, 12 + number, b"1" * 16) for number in range(11))
+    lost = Run("r", 1, 1, (Segment(1, 1, 0, tokens, Kind.PREFILL, b"1" * 16, 1),))
+    envelope = Envelope("r/coordinator", 1, 0)
+    submit = Submit(1, tokens, 3)
+    log = [
+        Taken(COORDINATOR, Direction.LOCAL, told, None),
+        Taken(COORDINATOR, Direction.OUT, RollCall("r", 1, claims), envelope),
+        Taken(COORDINATOR, Direction.LOCAL, submit, None),
+        Taken(COORDINATOR, Direction.UNSENT, lost, None),
+        Taken(COORDINATOR, Direction.LOCAL, StageLost("r", "s0", "its link ended"), None),
+    ]
+    save(log, tmp_path)
+    code, lines, errors = show(tmp_path, capsys=capsys)
+    assert (code, errors) == (0, "")
+    assert lines[1].endswith("Remembered 1/[0,12) idle 7 s kept for 60 s salted")
+    assert lines[2].endswith(
+        "RollCall  e1 claims "
+        + " ".join(f"{number}/[0,{12 + number})" for number in range(8))
+        + " and 3 more"
+    )
+    assert " unsent link " in lines[4]
+    ids = ",".join(map(str, tokens))
+    assert not any(ids in line for line in lines)
+    _, lines, _ = show(tmp_path, "--direction", "unsent", "--tokens", capsys=capsys)
+    assert len(lines) == 2
+    assert ids in lines[1]
+    (said,) = objects(tmp_path, "--kind", "remembered", capsys=capsys)
+    assert said["frame"]["tokens"] == 12
+    assert (said["frame"]["salt"], said["frame"]["hint"]) == (True, True)
+    assert len(objects(tmp_path, "--slot", 1, capsys=capsys)) == 3
+    assert [each["kind"] for each in objects(tmp_path, "--slot", 9, capsys=capsys)] == ["RollCall"]
+    code, _, errors = show(tmp_path, "--direction", "up", capsys=capsys)
+    assert code == 2
+    assert errors.endswith("there are in, out, local, unsent\n")
+    assert cli.run(["log", "story", "1", str(tmp_path)]) == 0
+    assert "frame 1 takes prefill [0, 12), but its link does not take it" in capsys.readouterr().out

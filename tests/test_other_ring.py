@@ -12,15 +12,16 @@ import pytest
 
 from coord.ring import Phase
 from tests import processes
-from tests.memoryring import MemoryRing, limits
-from tests.memoryworld import MemoryWorld, Oracle
+from tests.memoryring import VOCABULARY, MemoryRing, limits
+from tests.memoryworld import MemoryWorld
 from tests.processes import TOY_LAYERS, Fleet, RingFile, free_ports, get
 from tests.test_processes import LONG, prompt_of
 from tests.toyclient import complete, streaming, truth
+from tools.sim.oracle import Oracle
 from transport.config import TOY, Config, Coordinator, Model, Ring, Stage, dumps
 from transport.frame import Heartbeat, StageState
 
-ORACLE = Oracle(layers=2)
+ORACLE = Oracle(2, VOCABULARY)
 PROMPT = list(range(1, 41))
 
 

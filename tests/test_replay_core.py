@@ -424,3 +424,19 @@ def test_what_is_no_log_of_a_ring(tmp_path: Path) -> None:
         open_log(tmp_path)
     with pytest.raises(ToolError, match="name one of"):
         open_log(tmp_path, "s7")
+
+
+def test_a_redacted_log_replays_in_a_core_and_on_no_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quiet(tmp_path / "logs")
+    assert run(["log", "redact", str(tmp_path / "logs"), "-o", str(tmp_path / "out")]) == 0
+    assert run(["replay", str(tmp_path / "out")]) == 0
+    capsys.readouterr()
+    for option in (["--stage", "s1"], ["--ring", str(tmp_path / "ring.toml")]):
+        assert run(["replay", str(tmp_path / "out"), *option]) == 2
+        said = capsys.readouterr().err
+        assert len(said.splitlines()) == 1
+        assert f"{option[0]} {option[1]}: " in said
+        assert "coord." in said
+        assert "is redacted" in said

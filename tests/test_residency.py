@@ -7,11 +7,12 @@ import pytest
 from coord.actions import Admitted
 from coord.ledger import FORK_ROWS
 from coord.ring import Phase
-from tests.memoryring import limits
-from tests.memoryworld import MemoryWorld, Oracle
+from tests.memoryring import VOCABULARY, limits
+from tests.memoryworld import MemoryWorld
+from tools.sim.oracle import Oracle
 from transport.frame import Copy, Free, FreeSlot, KeepSlot, Run, Tick, Verdict
 
-ORACLE = Oracle(layers=2)
+ORACLE = Oracle(2, VOCABULARY)
 SYSTEM = list(range(1, 41))  # a long system prompt
 PARK = 300 * 16  # bytes of 300 rows of one stage with both layers
 

@@ -21,10 +21,11 @@ from coord import ledger
 from coord.ledger import FORK_ROWS
 from coord.ring import Phase
 from tests.memoryring import VOCABULARY, limits
-from tests.memoryworld import HalfRight, MemoryWorld, Oracle
+from tests.memoryworld import HalfRight, MemoryWorld
+from tools.sim.oracle import Oracle
 from transport.frame import FreeSlot, KeepSlot
 
-ORACLE = Oracle(layers=2)
+ORACLE = Oracle(2, VOCABULARY)
 COMMON = [7] * 12 + list(range(10, 30))  # a shared system prompt, repetitive at first
 LONGEST = 110  # tokens of a history; then the conversation starts anew
 TTL_S = 3.0

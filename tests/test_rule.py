@@ -18,7 +18,7 @@ import torch
 from pipeline import rule, sample
 from pipeline.model import ToyModel, toy_logits
 from pipeline.rule import Tally, allowed, pick, shaped
-from tests.samplings import draw_sampling, draw_shaping
+from tools.sim.samplings import draw_sampling, draw_shaping
 from transport.frame import GREEDY, Kind, Sampling, Segment, Shaping
 
 VOCABULARY = 16

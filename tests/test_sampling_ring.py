@@ -21,9 +21,9 @@ from pipeline.model import ToyModel, toy_logits
 from pipeline.rule import Tally, shaped
 from pipeline.slots import SlotTable
 from tests.memoryring import LAYERS, VOCABULARY, MemoryRing, limits, serial
-from tests.samplings import draw_sampling
 from tests.test_rule import chances
 from tests.world import Oracle, Plan, visit
+from tools.sim.samplings import draw_sampling
 from transport.frame import GREEDY, Kind, Sampling, Segment, Shaping
 
 NEIGHBOURS = 15

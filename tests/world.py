@@ -16,7 +16,7 @@ import coord.ledger
 from coord.actions import Draft
 from coord.draft_model import ModelDrafter
 from tests.memoryring import VOCABULARY, MemoryRing, limits, serial
-from tests.samplings import draw_sampling
+from tools.sim.samplings import draw_sampling
 from transport.chain import Chain
 from transport.frame import GREEDY, Copy, Drafted, Frame, Remembered, Sampling
 

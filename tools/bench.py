@@ -211,6 +211,51 @@ def serve(
     return 0
 
 
+@app.command()
+def soak(
+    *,
+    minutes: Annotated[float, typer.Option(min=0.1, help="How long the load lasts.")] = 10.0,
+    model: Annotated[
+        str, typer.Option(metavar="NAME|DIR|FILE.gguf", help='What is served; "toy" is quickest.')
+    ] = "toy",
+    stages: Annotated[int, typer.Option(min=1, help="Stages of each ring.")] = 3,
+    rings: Annotated[int, typer.Option(min=1, max=64, help="Rings.")] = 1,
+    clients: Annotated[int, typer.Option(min=1, max=256, help="Clients at once.")] = 4,
+    kill_every: Annotated[
+        float, typer.Option(min=0, metavar="S", help="Seconds between faults; 0 for none.")
+    ] = 20.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the load and of the faults.")] = 1,
+    out: Out = Path("bench/out/soak"),
+) -> int:
+    """A mixed load while stages and coordinator are killed, stopped and restarted.
+
+    Exit code 1 where a text differs from serial decoding, an answer has no end, something leaks,
+    or a request fails without a fault.
+    """
+    from tools.decode_report import print_pairs, write_json
+    from tools.soak.report import as_json, pairs, plot
+    from tools.soak.run import Plan
+    from tools.soak.run import soak as run
+    from tools.terminal import ProgressLine
+
+    plan = Plan(minutes, model, stages, rings, clients, kill_every, seed)
+    line = ProgressLine(sys.stderr)
+    try:
+        result = run(plan, out, line.show)
+    finally:
+        line.close()
+    title = f"soak of {model}: {rings} x {stages} stages, {clients} clients, seed {seed}"
+    print_pairs(title, pairs(result), sys.stdout)
+    write_json(out / "soak.json", as_json(result))
+    plot(out / "soak.png", title, result)
+    if result.total:
+        kind, found = next(iter(result.findings.items()))
+        raise ToolError(
+            f"{result.total} findings, first of {kind}: {found[0][:300]}; see {out / 'soak.json'}"
+        )
+    return 0
+
+
 def _parts(option: str, text: str, characters: str = "") -> list[str]:
     """The values of a comma-separated option. Raises ToolError with its name."""
     found = [part.strip() for part in text.split(",") if part.strip()]

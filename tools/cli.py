@@ -357,6 +357,34 @@ def keygen(
 
 
 @app.command()
+def sim(
+    *,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="How many [default: 100; 1 with --seed].")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="The first one [default: 0].")] = None,
+    faults: Annotated[
+        str, typer.Option(metavar="LIST", help="Comma-separated kinds, all or none.")
+    ] = "all",
+    stages: Annotated[str, typer.Option(metavar="N|LOW-HIGH", help="Of a ring.")] = "1-6",
+    rings: Annotated[str, typer.Option(metavar="N|LOW-HIGH", help="Of a world.")] = "1-3",
+    clients: Annotated[str, typer.Option(metavar="N|LOW-HIGH", help="Of a world.")] = "1-16",
+    jobs: Annotated[int, typer.Option(min=1, max=256, help="Processes that play.")] = 1,
+    log: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where frame logs go [logs/sim].")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="One line of JSON.")] = False,
+) -> int:
+    """Play whole rings with faults in virtual time, each drawn from a seed. 1: one has failed."""
+    named = {"stages": stages, "rings": rings, "clients": clients, "faults": faults}
+    return _code(
+        _command("sim.hunt.run_sim")(
+            seeds=seeds, seed=seed, jobs=jobs, log=log, as_json=json, **named
+        )
+    )
+
+
+@app.command()
 def pull(
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="smollm2-135m, or a hub id org/name.")

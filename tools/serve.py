@@ -24,13 +24,15 @@ from tools import events
 from tools.errors import USAGE, ToolError
 from tools.security import check_http, check_link, trust_of_coordinator, trust_of_stage
 from tools.stop import Stop, first
-from transport.config import OFF, Config, ConfigError, Ring, Stage, dumps, load
+from transport.config import OFF, Config, ConfigError, Limits, Ring, Stage, dumps, load
 from transport.framelog import LogHeader, Payloads
 from transport.link import LinkError
 from transport.recorder import Recorder
 from transport.trust import CoordinatorTrust, StageTrust
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from coord.coordinator import Coordinator
     from coord.drafting import DraftRunner
     from coord.gateway import Settings
@@ -178,7 +180,6 @@ async def _coord(
 ) -> int:
     from coord.coordinator import Coordinator, new_epoch
     from coord.gateway import build_app
-    from coord.http.connection import Patience, protocol
     from coord.http.limits import Door
     from coord.tokenizer import load_tokenizer
 
@@ -209,18 +210,7 @@ async def _coord(
         raise ToolError(f"coordinator: {error}") from None
     door = Door(coordinator.counters, per_key_turns=limits.per_key_turns)
     app = build_app(coordinator, tokenizer, _settings(config, api_keys), door, history)
-    patience = Patience(write_s=limits.write_timeout_s, connections=limits.connections)
-    server = _Server(
-        uvicorn.Config(
-            app,
-            http=protocol(patience),
-            ws="none",
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            timeout_graceful_shutdown=3,
-        )
-    )
+    server = _http_server(app, limits)
     host, port = listener.getsockname()[:2]
     structlog.get_logger().info("listening", http=f"http://{host}:{port}")
 
@@ -304,6 +294,23 @@ def _history(store: Store | None, tokenizer: Tokenizer) -> History:
     for key, body in store.spoken():
         history.restore(key, body)
     return history
+
+
+def _http_server(app: FastAPI, limits: Limits) -> _Server:
+    from coord.http.connection import Patience, protocol
+
+    patience = Patience(write_s=limits.write_timeout_s, connections=limits.connections)
+    return _Server(
+        uvicorn.Config(
+            app,
+            http=protocol(patience),
+            ws="none",
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=3,
+        )
+    )
 
 
 class _Server(uvicorn.Server):

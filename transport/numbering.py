@@ -107,12 +107,16 @@ class Inbox:
 
     def take(self, parts: Sequence[Buffer]) -> list[tuple[Frame, Envelope]]:
         """The frames that one message delivers, in order: none, it, or a LinkGap and it."""
-        counts = self.counts
         try:
             frame, envelope = decode(join(parts))
         except FrameError as error:
-            counts.undecodable += 1
+            self.counts.undecodable += 1
             return self._drop(str(error))
+        return self.arrived(frame, envelope)
+
+    def arrived(self, frame: Frame, envelope: Envelope) -> list[tuple[Frame, Envelope]]:
+        """The same for a message that was decoded."""
+        counts = self.counts
         if not isinstance(frame, _CROSSES):
             counts.local += 1
             return self._drop(f"{envelope}: a {type(frame).__name__}, which crosses no link")

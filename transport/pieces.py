@@ -39,6 +39,8 @@ def most_pieces(max_bytes: int) -> int:
 
 def join(parts: Sequence[Buffer]) -> Sequence[Buffer]:
     """The reverse of `split`. Raises FrameError on what `split` cannot have made."""
+    if not parts:
+        return parts  # no message at all: decoding says so
     first = memoryview(parts[0]).cast("B")
     if not first.nbytes or first[0] != INDEX:
         return parts

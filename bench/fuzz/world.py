@@ -18,7 +18,7 @@ from coord.actions import Action, Admitted, Draft, Failed, Finished, Send, Token
 from coord.draft import LookupDrafter
 from coord.ring import Phase
 from coord.scheduler import Scheduler
-from pipeline.daemon import perform_forward
+from pipeline.forward import perform_forward
 from pipeline.model import ToyModel
 from pipeline.stage import Action as StageAction
 from pipeline.stage import CopyRows, DropRows, Forward, Stage

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from coord.http.choices import Choices
 from coord.http.reply import Delta, Reply, Scored
+from coord.toolcalls import Begin, Part, contents
 
 _FLOOR = -9999.0  # JSON has no -infinity; OpenAI writes this for impossible tokens
 
@@ -73,7 +74,8 @@ class ChatAnswer(_Base):
 
     def chunk(self, delta: Delta) -> dict[str, Any]:
         """See Answer."""
-        return self._delta(delta.index, {"content": delta.text}, self._scores(delta.scored), None)
+        told = {"content": delta.text} if delta.parts is None else _told(delta.parts)
+        return self._delta(delta.index, told, self._scores(delta.scored), None)
 
     def closing(self, reply: Reply) -> dict[str, Any]:
         """See Answer."""
@@ -94,9 +96,15 @@ class ChatAnswer(_Base):
 
     def _choice(self, reply: Reply, deltas: Sequence[Delta]) -> dict[str, Any]:
         text, scored = _joined(deltas, reply.index)
+        mine = [
+            part for delta in deltas if delta.index == reply.index for part in delta.parts or ()
+        ]
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if any(delta.parts is not None for delta in deltas):
+            message |= _spoken(mine)
         return {
             "index": reply.index,
-            "message": {"role": "assistant", "content": text, "refusal": None},
+            "message": message,
             "logprobs": self._scores(scored),
             "finish_reason": reply.finish_reason,
         }
@@ -158,6 +166,38 @@ class TextAnswer(_Base):
     ) -> dict[str, Any]:
         logprobs = _text_scores(scored) if self._logprobs else None
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+
+
+def _told(parts: Sequence[Part]) -> dict[str, Any]:
+    """A delta: content, and for each call what became known of it."""
+    told: dict[str, Any] = {}
+    calls: dict[int, dict[str, Any]] = {}
+    for part in parts:
+        if isinstance(part, str):
+            told["content"] = told.get("content", "") + part
+        elif isinstance(part, Begin):
+            function = {"name": part.name, "arguments": ""}
+            begun = {"index": part.index, "id": part.id, "type": "function", "function": function}
+            calls[part.index] = begun
+        else:
+            more = {"index": part.index, "function": {"arguments": ""}}
+            calls.setdefault(part.index, more)["function"]["arguments"] += part.text
+    return {**told, "tool_calls": list(calls.values())} if calls else told
+
+
+def _spoken(parts: Sequence[Part]) -> dict[str, Any]:
+    """Content and calls of a whole message: equal to its deltas put together."""
+    content, calls = contents(parts)
+    if not calls:
+        return {"content": content}
+    ids = [part.id for part in parts if isinstance(part, Begin)]
+    return {
+        "content": content or None,
+        "tool_calls": [
+            {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
+            for id_, (name, arguments) in zip(ids, calls, strict=True)
+        ],
+    }
 
 
 def _joined(deltas: Sequence[Delta], index: int) -> tuple[str, list[Scored]]:

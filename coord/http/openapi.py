@@ -15,9 +15,9 @@ from coord.http.schema import (
     CompletionRequest,
     DetokenizeRequest,
     KeepRequest,
-    Strict,
     TokenizeRequest,
 )
+from coord.http.strict import Strict
 
 _JSON = "application/json"
 _OF_BODIES = (408, 413)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
 from coord.actions import Admitted, Failed, Finished, Tokens, TurnError
@@ -17,9 +17,16 @@ from coord.http.metrics import Metrics
 from coord.http.miss import explain
 from coord.text import StopScanner
 from coord.tokenizer import Tokenizer
+from coord.toolcalls import Calling, CallParser, Part, contents, new_call_id
 
 Event: TypeAlias = Admitted | Tokens | Finished | Failed
-_FINISH = {"token": "stop", "string": "stop", "cancelled": "stop", "length": "length"}
+_FINISH = {
+    "token": "stop",
+    "string": "stop",
+    "call": "stop",
+    "cancelled": "stop",
+    "length": "length",
+}
 _DEADLINE = "deadline"
 
 
@@ -52,11 +59,20 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What became certain: text, and the tokens whose text is out. index: of the choice."""
+    """What became certain: text, and the tokens whose text is out. index: of the choice.
+
+    parts: of the text, what is content and what are calls; None where calls are not looked for.
+    """
 
     text: str
     scored: tuple[Scored, ...] = ()
     index: int = 0
+    parts: tuple[Part, ...] | None = None
+
+    @property
+    def empty(self) -> bool:
+        """True where there is nothing to tell a client."""
+        return not (self.scored or (self.text if self.parts is None else self.parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +81,8 @@ class Wanted:
 
     stops: token ids that end it, never part of its text. strip: see Tokenizer.decoder. reuse: it
     may use what is resident. other_salt: its session's last request had another cache_salt.
-    min_tokens: so many tokens are not searched for stop strings. index: of the choice.
+    min_tokens: so many tokens are not searched for stop strings. index: of the choice. forced: the
+    prompt's last tokens are the answer's first. calling: tool calls to look for, None for none.
     """
 
     prompt: Sequence[int]
@@ -79,6 +96,8 @@ class Wanted:
     other_salt: bool = False
     min_tokens: int = 0
     index: int = 0
+    forced: tuple[int, ...] = ()
+    calling: Calling | None = None
 
 
 class Reply:
@@ -105,7 +124,7 @@ class Reply:
         # The last one that was no resume: a resumed one counts the turn's own work (case 22).
         self._admitted: Admitted | None = None
         self._corrected = False  # the stages refused what was matched at first
-        self._tokens: list[int] = []  # generated, the stop token excepted
+        self._tokens = list(wanted.forced)  # and what was generated, the stop token excepted
         self._text: list[str] = []  # what went to the client
         self._place: Admitted | None = None  # the latest: where it runs now
         self._submitted_at = time.monotonic()
@@ -115,6 +134,13 @@ class Reply:
         self._last_at: float | None = None
         self._accepted = self._rejected = 0  # drafts
         self._closed = False
+        self._calls = CallParser(wanted.calling, new_call_id) if wanted.calling else None
+        self._said: list[Part] = []  # what calls and content were found so far
+        self._parts: list[Part] = []  # of it, what is not released
+        forced = b"".join(map(tokenizer.token_bytes, wanted.forced))
+        self._forced = self._decoder.feed(forced)  # not yet released
+        self._decoded += len(self._forced)
+        self._look(self._forced)
         self.index = wanted.index
         self.prompt_tokens = len(wanted.prompt)
         self.completion_tokens = 0
@@ -122,8 +148,11 @@ class Reply:
 
     @property
     def finish_reason(self) -> str:
-        """OpenAI's: "stop" or "length". A turn ended by POST /v1/cancel counts as stopped."""
+        """OpenAI's. A turn ended by POST /v1/cancel counts as stopped; so does half a call."""
         assert self.ended_by is not None
+        called = self._calls is not None and self._calls.calls and not self._calls.unfinished
+        if called and self.ended_by in ("token", "string", "call"):
+            return "tool_calls"
         return _FINISH[self.ended_by]
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
@@ -134,18 +163,18 @@ class Reply:
             async for event in self._stream:
                 if isinstance(event, Tokens):
                     delta = self._take(event)
-                    if delta.text or delta.scored:
+                    if not delta.empty:
                         yield delta
                 elif isinstance(event, Admitted):
                     self._admit(event)
                 else:
                     self._end(event)
-                if self.ended_by == "string" or isinstance(event, Finished):
+                if self.ended_by in ("string", "call") or isinstance(event, Finished):
                     break
             if self.ended_by is None:
                 raise TurnError(500, "internal_error", "the turn ended without a result")
             delta = self._rest()
-            if delta.text or delta.scored:
+            if not delta.empty:
                 yield delta
             self._metrics.ended(self.finish_reason, self._now() - self._submitted_at)
             self._closed = True
@@ -206,6 +235,19 @@ class Reply:
     def spoken(self) -> tuple[list[int], str]:
         """The ids that were generated, without a stop token, and the text that the client has."""
         return self._tokens, "".join(self._text)
+
+    @property
+    def called(self) -> tuple[str, list[tuple[str, str]]] | None:
+        """The content, and the calls as (name, arguments); None where there are no calls.
+
+        Nor where what was generated is cut behind the only call that was wanted: the model would
+        find a list of calls without its end.
+        """
+        if self._calls is None or self.ended_by is None:
+            return None
+        if not self._calls.calls or self._calls.torn:
+            return None
+        return contents(self._said)
 
     def _miss(self) -> dict[str, object] | None:
         if self._admitted is None:
@@ -279,9 +321,14 @@ class Reply:
                 self._waiting.append((self._score(event, index, start), self._decoded))
             scanned = self.completion_tokens > self._wanted.min_tokens
             text.append(self._scanner.feed(piece) if scanned else piece)
+            self._look(text[-1])
             if self._scanner.stopped:
                 # Later tokens of this event were drafted ahead; a serial run has none (case 24).
                 self.ended_by = "string"
+                self._stream.cancel("stop")
+                break
+            if self._calls is not None and self._calls.done:
+                self.ended_by = "call"
                 self._stream.cancel("stop")
                 break
         self._clock(self.completion_tokens - before, now)
@@ -308,7 +355,12 @@ class Reply:
             offset,
         )
 
+    def _look(self, text: str) -> None:
+        if self._calls is not None:
+            self._parts += self._calls.feed(text)
+
     def _release(self, text: str) -> Delta:
+        text, self._forced = self._forced + text, ""
         self._released += len(text)
         self._text.append(text)
         ready = 0
@@ -316,7 +368,10 @@ class Reply:
             ready += 1
         scored = tuple(entry for entry, _ in self._waiting[:ready])
         del self._waiting[:ready]
-        return Delta(text, scored, self.index)
+        parts = None if self._calls is None else tuple(self._parts)
+        self._said += self._parts
+        self._parts = []
+        return Delta(text, scored, self.index, parts)
 
     def _rest(self) -> Delta:
         """What was withheld; of a cut answer, the token that the cut goes through."""
@@ -325,7 +380,10 @@ class Reply:
             text = self._scanner.feed(self._decoder.flush()) + self._scanner.flush()
             if self._scanner.stopped:
                 self.ended_by = "string"
+        self._look(text)
+        if self._calls is not None:
+            self._parts += self._calls.flush()
         delta = self._release(text)
         through = [entry for entry, _ in self._waiting if entry.offset < self._released]
         self._waiting.clear()
-        return Delta(delta.text, (*delta.scored, *through), self.index)
+        return replace(delta, scored=(*delta.scored, *through))

@@ -7,20 +7,14 @@ the answer, is an error that names it. null means unset everywhere (case 44).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
-from pydantic_core import ErrorDetails
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from coord.actions import TurnError
+from coord.http.strict import Neutral, Strict
+from coord.http.toolschema import Calls, Choice, NamedChoice, Tools
 
 MAX_PARAM = 120  # characters of a field's name that an error repeats
 MAX_STOPS = 16
@@ -59,45 +53,10 @@ _SHARED_UNSUPPORTED: dict[str, tuple[object, ...]] = {
 }
 
 
-class Strict(BaseModel):
-    """Base of every request object. See the module."""
-
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, hide_input_in_errors=True
-    )
-    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_unset(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        kept = {}
-        for name, value in data.items():
-            if name in cls.unsupported:
-                neutral = cls.unsupported[name]
-                if value is not None and not any(_same(value, other) for other in neutral):
-                    raise TurnError(
-                        400,
-                        "unsupported_parameter",
-                        f"{name} is not supported with this value"
-                        + (f" (only {json.dumps(neutral[0])} is)" if neutral else ""),
-                        name,
-                    )
-            elif value is not None or name not in cls.model_fields:
-                kept[name] = value
-        return kept
-
-
-def _same(value: object, other: object) -> bool:
-    """Equal as JSON: true is not 1."""
-    return isinstance(value, bool) == isinstance(other, bool) and value == other
-
-
 class StreamOptions(Strict):
     """stream_options of both APIs."""
 
-    unsupported = {"continuous_usage_stats": (False,)}
+    unsupported: ClassVar[Neutral] = {"continuous_usage_stats": (False,)}
 
     include_usage: bool = False
     include_obfuscation: bool = False  # accepted: no obfuscation is ever added
@@ -189,36 +148,63 @@ class Part(Strict):
 
 
 class Message(Strict):
-    """One message of a conversation. content: a string, or text parts joined by newlines."""
+    """One message of a conversation. content: a string, or text parts joined by newlines.
 
-    unsupported = {
-        "tool_calls": ([],),
+    tool_calls: of an assistant, whose content may be absent then. tool_call_id: of a tool's result.
+    """
+
+    unsupported: ClassVar[Neutral] = {
         "function_call": (),
         "refusal": ("",),
         "audio": (),
         "annotations": ([],),
     }
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Part]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    tool_calls: Calls = Field(default_factory=list)
+    content: str | list[Part] | None = Field(None, validate_default=True)
     name: Hint | None = None
+    tool_call_id: Hint | None = None
 
-    def plain(self) -> dict[str, str]:
+    @field_validator("content")
+    @classmethod
+    def _something_is_said(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is None and not info.data.get("tool_calls"):
+            raise PydanticCustomError("missing", "Field required")
+        return value
+
+    @model_validator(mode="after")
+    def _fields_are_the_roles(self) -> Message:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls are an assistant's")
+        if (self.tool_call_id is None) == (self.role == "tool"):
+            raise ValueError("a tool message, and no other, has a tool_call_id")
+        return self
+
+    @property
+    def text(self) -> str:
+        """The content, "" where there is none."""
+        if isinstance(self.content, list):
+            return "\n".join(part.text for part in self.content)
+        return self.content or ""
+
+    def plain(self) -> dict[str, Any]:
         """What the chat template sees: developer is system, parts are one text."""
-        content = self.content
-        if isinstance(content, list):
-            content = "\n".join(part.text for part in content)
-        plain = {"role": "system" if self.role == "developer" else self.role, "content": content}
-        return plain if self.name is None else {**plain, "name": self.name}
+        role = "system" if self.role == "developer" else self.role
+        plain: dict[str, Any] = {"role": role, "content": self.text}
+        if self.name is not None:
+            plain["name"] = self.name
+        if self.tool_call_id is not None:
+            plain["tool_call_id"] = self.tool_call_id
+        if self.tool_calls:
+            plain["tool_calls"] = [call.plain() for call in self.tool_calls]
+        return plain
 
 
 class ChatRequest(Common):
     """POST /v1/chat/completions."""
 
-    unsupported = _SHARED_UNSUPPORTED | {
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
-        "parallel_tool_calls": (True,),
+    unsupported: ClassVar[Neutral] = _SHARED_UNSUPPORTED | {
         "functions": ([],),
         "function_call": ("none", "auto"),
         "response_format": ({"type": "text"},),
@@ -237,6 +223,9 @@ class ChatRequest(Common):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    tools: Tools = Field(default_factory=list)
+    tool_choice: Choice | NamedChoice = "auto"
+    parallel_tool_calls: bool = True
 
     @property
     def opening(self) -> str:
@@ -253,6 +242,21 @@ class ChatRequest(Common):
             )
         return self
 
+    @model_validator(mode="after")
+    def _a_call_needs_tools(self) -> ChatRequest:
+        choice = self.tool_choice
+        if choice == "required" and not self.tools:
+            raise TurnError(400, "invalid_value", "tool_choice is for tools", "tool_choice")
+        if isinstance(choice, NamedChoice) and choice.function.name not in self.functions:
+            text = f"tool_choice: there is no function {choice.function.name!r} in tools"
+            raise TurnError(400, "invalid_value", text, "tool_choice")
+        return self
+
+    @property
+    def functions(self) -> list[str]:
+        """The names of the functions in tools."""
+        return [tool.function.name for tool in self.tools]
+
     @property
     def wanted_logprobs(self) -> int | None:
         """As transport.frame.Sampling.logprobs."""
@@ -268,7 +272,10 @@ class ChatRequest(Common):
 class CompletionRequest(Common):
     """POST /v1/completions. prompt: text or token ids (or a list of exactly one of them)."""
 
-    unsupported = _SHARED_UNSUPPORTED | {"suffix": ("",), "add_special_tokens": (True,)}
+    unsupported: ClassVar[Neutral] = _SHARED_UNSUPPORTED | {
+        "suffix": ("",),
+        "add_special_tokens": (True,),
+    }
 
     prompt: str | Tokens | Annotated[list[str | Tokens], Field(fail_fast=True)]
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
@@ -302,6 +309,7 @@ class TokenizeRequest(Strict):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(fail_fast=True)] | None = Field(None, min_length=1)
+    tools: Tools = Field(default_factory=list)
     add_special_tokens: bool = True
 
     @model_validator(mode="after")

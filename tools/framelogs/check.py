@@ -19,7 +19,7 @@ from tools.errors import ToolError
 from tools.framelogs.read import Entry, LogDamageError, Process, merged, processes
 from tools.framelogs.residency import RULES, Residency, Tally, Violation, Who
 from transport.config import ConfigError, loads
-from transport.frame import Copy, Frame, Free, Ping, Reject, RollCall, Run, Verdict
+from transport.frame import Copy, Frame, Free, Ping, Reject, Remembered, RollCall, Run, Verdict
 from transport.framelog import DIGEST_BYTES, Direction, LogRecord, Payloads
 
 EXTRACT = "verify-"  # logs of one turn's frames that verify mode writes: no process's stream
@@ -37,7 +37,12 @@ class OffendingFrame(ToolError):  # noqa: N818 - as Violation
         )
 
 
-DIRECTIONS = {Direction.IN: "took", Direction.OUT: "sent", Direction.LOCAL: "was told"}
+DIRECTIONS = {
+    Direction.IN: "took",
+    Direction.OUT: "sent",
+    Direction.LOCAL: "was told",
+    Direction.UNSENT: "could not send",
+}
 
 
 @dataclass(slots=True)
@@ -68,8 +73,6 @@ def prove(paths: Sequence[Path]) -> Proved:
         proof.begin(whos[each], whole=whole, max_model_len=_max_model_len(header.config))
     holes = {each: set(_behind_holes(each)) for each in found}
     for entry in merged(found):
-        if entry.record.direction is Direction.UNSENT:
-            continue  # nobody got it; the next frame's number says that one is missing
         who = whos[entry.process]
         if entry.path in holes[entry.process]:
             holes[entry.process].remove(entry.path)
@@ -80,7 +83,8 @@ def prove(paths: Sequence[Path]) -> Proved:
 
 def _observe(proof: Residency, who: Who, entry: Entry) -> None:
     record = entry.record
-    envelope = None if record.direction is Direction.LOCAL else entry.envelope
+    crossed = record.direction in (Direction.IN, Direction.OUT)
+    envelope = entry.envelope if crossed else None
     data = _digest(record)
     try:
         proof.observe(
@@ -156,8 +160,14 @@ def words(frame: Frame) -> str:
         case Reject():
             return f"{kind} {frame.epoch}/{frame.seq} ({frame.code.value}: {frame.detail})"
         case RollCall():
-            return f"{kind} of epoch {frame.epoch}"
+            return f"{kind} of epoch {frame.epoch} ({_many(len(frame.claims), 'claim')})"
+        case Remembered():
+            return f"{kind} (number {frame.number}: {_many(len(frame.tokens), 'row')})"
     return kind
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 # ---- the command ---------------------------------------------------------------------------------

@@ -47,7 +47,9 @@ def show(
         str | None, typer.Option(metavar="TIME", help="Seconds from the start, or clock time.")
     ] = None,
     until: Annotated[str | None, typer.Option(metavar="TIME", help="Before that time.")] = None,
-    direction: Annotated[str | None, typer.Option(help="Only in, out or local.")] = None,
+    direction: Annotated[
+        str | None, typer.Option(help="Only in, out, local, or unsent: no link took it.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object per record.")] = False,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on as it grows.")] = False,
     tokens: Tokens = False,

@@ -19,11 +19,14 @@ class How(StrEnum):
 
 @dataclass(slots=True)
 class Flight:
-    """A numbered frame that went out. drafts: of each segment of a Run, how many are guesses."""
+    """A numbered frame that went out. drafts: of each segment of a Run, how many are guesses.
+
+    number: None where its link did not take it.
+    """
 
     frame: Run | Copy | Free | Ping
     sent_ns: int
-    number: int
+    number: int | None
     drafts: tuple[int, ...] = ()
     guesses: tuple[int, ...] = ()
 
@@ -57,6 +60,7 @@ class Forked:
     at_ns: int
     turn: int
     copy: Copy
+    flight: Flight
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +134,12 @@ class Called:
 
 @dataclass(frozen=True, slots=True)
 class Formed:
-    """The roll call came back."""
+    """The roll call came back with the claims that all stages confirm, of `claimed`."""
 
     at_ns: int
     ring: str
     call: RollCall
+    claimed: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,15 @@ from transport.chain import DIGEST_BYTES
 from transport.config import TOY, Config, ConfigError, Model, Ring, dumps, loads
 
 MIN_KEY_BYTES = 16
+_MARK = "# redacted by kvring log redact\n"  # how the ring.toml in a redacted log begins
 _LAST_ID = 2**31 - 1  # of any field that holds a token id
 _PLACES = re.compile(r"\w+://\S+|(?:/[\w.+@~-]+){2,}/?")
 _TOKEN = re.compile(r"\btoken \d+")
+
+
+def is_redacted(config: str) -> bool:
+    """Whether the ring.toml of a log's header is a redacted log's."""
+    return config.startswith(_MARK)
 
 
 class Hiding:
@@ -66,9 +72,9 @@ class Hiding:
         return _TOKEN.sub("token ?", hidden)
 
     def config(self, text: str) -> str:
-        """A ring.toml without addresses and paths; empty where it can't be read."""
+        """A ring.toml without addresses and paths, marked; empty where it can't be read."""
         try:
-            return dumps(self._config(loads(text))) if text else ""
+            return _MARK + dumps(self._config(loads(text))) if text else ""
         except ConfigError:
             return ""
 

@@ -31,7 +31,6 @@ from transport.config import ConfigError, Limits, loads
 from transport.frame import (
     Cancel,
     Copy,
-    Envelope,
     Frame,
     Free,
     Heartbeat,
@@ -49,7 +48,6 @@ from transport.frame import (
 )
 from transport.framelog import Direction
 
-PROBE_TURN = 0  # the self-check's; clients' turns count from 1
 _WHOLE = (Refusal.EPOCH, Refusal.LINK)
 
 
@@ -73,6 +71,7 @@ class RingLife:
     """One ring. rows: resident in each slot or parked prefix, as the coordinator may believe."""
 
     epoch: int = -1
+    claimed: int = 0  # by the last roll call
     formed: bool = False
     stages: dict[str, int] = field(default_factory=dict)  # incarnations
     heard: dict[str, int] = field(default_factory=dict)  # when each stage's last heartbeat came
@@ -100,41 +99,41 @@ class Life:
         frame, at = entry.frame, entry.at_ns
         events: list[Event] = []
         self._overdue(at, events)
-        if entry.record.direction is Direction.OUT:
-            self._sent(frame, at, entry.envelope, events)
+        if entry.record.direction in (Direction.OUT, Direction.UNSENT):
+            crossed = entry.record.direction is Direction.OUT
+            self._sent(frame, at, entry.envelope.number if crossed else None, events)
         else:
             self._heard(frame, at, events)
         return events
 
     # ---- what leaves ----
 
-    def _sent(self, frame: Frame, at: int, envelope: Envelope, events: list[Event]) -> None:
+    def _sent(self, frame: Frame, at: int, number: int | None, events: list[Event]) -> None:
         if isinstance(frame, RollCall):
             ring = self._ring(frame.ring)
             if ring.formed:
                 self._lose(frame.ring, "it was silent for too long", at, events)
-            ring.epoch = frame.epoch
+            ring.epoch, ring.claimed = frame.epoch, len(frame.claims)
             events.append(Called(at, frame.ring, frame.epoch))
             return
         if not isinstance(frame, (Run, Copy, Free, Ping)):
             return
         ring = self._ring(frame.ring)
         ring.epoch = frame.epoch
-        flight = ring.flying[frame.seq] = Flight(frame, at, envelope.number)
+        flight = ring.flying[frame.seq] = Flight(frame, at, number)
         if isinstance(frame, Run):
             self._run(ring, frame, flight, events)
         elif isinstance(frame, Copy):
             ring.rows[frame.target] = 0
             if frame.turn in self.turns:
-                events.append(Forked(at, frame.turn, frame))
+                events.append(Forked(at, frame.turn, frame, flight))
         elif isinstance(frame, Free):
             ring.rows[frame.slot] = 0
 
     def _run(self, ring: RingLife, run: Run, flight: Flight, events: list[Event]) -> None:
         drafts, guesses = [], []
         for segment in run.segments:
-            start = 0 if segment.turn == PROBE_TURN else segment.start
-            ring.rows[segment.slot] = min(ring.rows.get(segment.slot, 0), start)
+            ring.rows[segment.slot] = min(ring.rows.get(segment.slot, 0), segment.start)
             turn = self.turns.get(segment.turn)
             if turn is None:  # the self-check's, or submitted before the log begins
                 drafts.append(0)
@@ -323,13 +322,12 @@ class Life:
         if call.epoch != ring.epoch or not call.entries:
             self.stale += 1
             return
-        stages = {entry.name: entry.incarnation for entry in call.entries}
-        if stages != ring.stages:
-            ring.rows.clear()
-        ring.stages, ring.formed = stages, True
+        ring.stages = {entry.name: entry.incarnation for entry in call.entries}
+        ring.formed = True
         ring.slots, ring.capacity = call.entries[0].slots, call.entries[0].capacity
-        ring.rows = {slot: ring.rows.get(slot, 0) for slot in range(ring.slots)} | ring.rows
-        events.append(Formed(at, call.ring, call))
+        ring.rows = dict.fromkeys(range(ring.slots), 0)
+        ring.rows |= {claim.number: claim.length for claim in call.claims}
+        events.append(Formed(at, call.ring, call, ring.claimed))
 
     # ---- small ----
 

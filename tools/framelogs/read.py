@@ -11,13 +11,22 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from operator import attrgetter
 from pathlib import Path
 
 from tools.errors import ToolError
 from transport.frame import Envelope, Frame, FrameError
-from transport.framelog import FrameLogError, FrameLogReader, LogHeader, LogRecord
+from transport.framelog import (
+    Direction,
+    FrameLogError,
+    FrameLogReader,
+    LogHeader,
+    LogRecord,
+    Payloads,
+)
 from transport.recorder import segments
 
+MAX_ONCE = 4096  # frames of which the other end's record is waited for: far above any window
 CLOCK_RECORDS = 100  # that tell how a process's clocks differ
 
 
@@ -92,8 +101,30 @@ def processes(paths: Sequence[Path]) -> list[Process]:
     return sorted(result, key=lambda each: (each.header.role, each.header.wall_ns))
 
 
-def entries(process: Process) -> Iterator[Entry]:
-    """Every record of one process, in order. Raises LogDamageError at the first damaged one."""
+class Decoder:
+    """Decodes a frame once that both ends of a link recorded: their bytes are the same."""
+
+    def __init__(self) -> None:
+        self._once: dict[bytes, tuple[Frame, Envelope]] = {}
+
+    def decode(self, record: LogRecord) -> tuple[Frame, Envelope]:
+        """As LogRecord.decode."""
+        crossed = record.direction in (Direction.IN, Direction.OUT)
+        if not crossed or (record.payload_bytes and record.payloads is Payloads.FULL):
+            return record.decode()
+        found = self._once.pop(record.header, None)
+        if found is None:
+            found = self._once[record.header] = record.decode()
+            if len(self._once) > MAX_ONCE:
+                del self._once[next(iter(self._once))]
+        return found
+
+
+def entries(process: Process, decoder: Decoder | None = None) -> Iterator[Entry]:
+    """Every record of one process, in order. Raises LogDamageError at the first damaged one.
+
+    decoder: of all processes that are read at once.
+    """
     index, shift = 0, clock_shift(process.paths[0])
     process.torn_bytes = 0
     for path in process.paths:
@@ -101,7 +132,7 @@ def entries(process: Process) -> Iterator[Entry]:
             try:
                 reader = FrameLogReader(file)
                 for record in reader:
-                    yield entry(process, index, shift, path, record)
+                    yield entry(process, index, shift, path, record, decoder)
                     index += 1
                 process.torn_bytes += reader.torn_bytes
             except FrameLogError as error:
@@ -123,13 +154,21 @@ def clock_shift(path: Path) -> int:
 
 def merged(wanted: Sequence[Process]) -> Iterator[Entry]:
     """The records of several processes in order of time; equal times in order of `wanted`."""
-    return heapq.merge(*(entries(each) for each in wanted), key=lambda entry: entry.at_ns)
+    decoder = Decoder()
+    return heapq.merge(*(entries(each, decoder) for each in wanted), key=attrgetter("at_ns"))
 
 
-def entry(process: Process, index: int, shift: int, path: Path, record: LogRecord) -> Entry:
+def entry(
+    process: Process,
+    index: int,
+    shift: int,
+    path: Path,
+    record: LogRecord,
+    decoder: Decoder | None = None,
+) -> Entry:
     """A record with its frame. shift: see Entry.at_ns. Raises LogDamageError."""
     try:
-        frame, envelope = record.decode()
+        frame, envelope = record.decode() if decoder is None else decoder.decode(record)
     except FrameError as error:
         raise LogDamageError(path, record.offset, f"byte {record.offset}: {error}") from None
     return Entry(process, index, record.mono_ns + shift, path, record, frame, envelope)

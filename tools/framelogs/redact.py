@@ -21,6 +21,7 @@ from tools.framelogs.read import Entry, Process
 from tools.framelogs.stream import Stream
 from transport.chain import Chain, root_hash
 from transport.frame import (
+    Claim,
     Copy,
     Drafted,
     Forwarded,
@@ -28,6 +29,7 @@ from transport.frame import (
     FrameError,
     Heartbeat,
     Reject,
+    Remembered,
     Result,
     RollCall,
     Run,
@@ -41,6 +43,7 @@ from transport.frame import (
 )
 from transport.framelog import Direction, FrameLogReader, FrameLogWriter, LogHeader, Payloads
 
+_SENT = (Direction.OUT, Direction.UNSENT)
 PROBE_TURN = 0  # the self-check's tokens are the same in every ring: nobody's text, a known one
 
 
@@ -84,11 +87,15 @@ class Hashes:
 
     def take(self, entry: Entry) -> None:
         """Follow the rows of each process's slots: as they are sent, or arrive at a stage."""
-        role, way = entry.process.header.role, entry.record.direction
-        if way is not (Direction.OUT if role == "coordinator" else Direction.IN):
+        frame, role, way = entry.frame, entry.process.header.role, entry.record.direction
+        if isinstance(frame, Remembered):
+            self._remember((entry.process, frame.ring, frame.number), frame)
+        if way not in (_SENT if role == "coordinator" else (Direction.IN,)):
             return
-        frame = entry.frame
-        if isinstance(frame, Run):
+        if isinstance(frame, RollCall):
+            for claim in frame.claims:
+                self._claim((entry.process, frame.ring, claim.number), claim)
+        elif isinstance(frame, Run):
             for segment in frame.segments:
                 self._segment((entry.process, frame.ring, segment.slot), segment)
         elif isinstance(frame, Copy):
@@ -115,6 +122,18 @@ class Hashes:
         self._rows[key] = rows
         rows.plain.extend(segment.tokens)
         rows.hidden.extend(self.tokens(segment.turn, segment.tokens))
+
+    def _remember(self, key: tuple[Process, str, int], said: Remembered) -> None:
+        hide, model = self.hiding, said.fingerprint
+        plain = Chain(root_hash(model, said.salt), said.tokens)
+        hidden = Chain(root_hash(model, hide.salt(said.salt)), hide.tokens(said.tokens))
+        self._rows[key] = Rows(0, True, plain, hidden)
+
+    def _claim(self, key: tuple[Process, str, int], claim: Claim) -> None:
+        rows = self._rows.get(key)
+        known = None if rows is None else rows.before(claim.length)
+        if rows is not None and known is not None and known[0] == claim.digest:
+            self._name(claim.digest, known[1], rows.sure)
 
     def _root(self, segment: Segment) -> bytes:
         for fingerprint in self.fingerprints:
@@ -164,6 +183,17 @@ class Redactor:
                     salt=hide.salt(frame.salt),
                     hint=hide.name(frame.hint),
                 )
+            case Remembered():
+                return replace(
+                    frame,
+                    salt=hide.salt(frame.salt),
+                    tokens=hide.tokens(frame.tokens),
+                    hint=hide.name(frame.hint),
+                )
+            case RollCall():
+                of = self.hashes.of
+                claims = tuple(replace(each, digest=of(each.digest)) for each in frame.claims)
+                return replace(frame, claims=claims)
             case Drafted():
                 return replace(frame, tokens=hide.tokens(frame.tokens))
             case Heartbeat() | StageLost() | Reject():

@@ -106,17 +106,18 @@ class Residency:
     ) -> None:
         """Take one frame; raises the Violation that it shows.
 
-        envelope: None for a local frame, or where links have no numbers. wire: the frame's header
-        as recorded; None: the frame itself is compared. data: the digest of its tensor, if kept.
+        envelope: None for a local or unsent frame, or where links have no numbers. wire: the
+        frame's header as recorded; None: the frame itself is compared. data: the digest of its
+        tensor, if kept.
         """
         self.tally.records += 1
         life = self._life(who)
         try:
-            if envelope is not None and direction is not Direction.LOCAL:
+            if envelope is not None and direction in (Direction.IN, Direction.OUT):
                 self._numbered(life, direction, frame, envelope)
                 if self._pair and not isinstance(frame, (LinkGap, Heartbeat)):
                     self._match(direction, frame, envelope, place, wire, data)
-            if direction is Direction.OUT:
+            if direction in (Direction.OUT, Direction.UNSENT):
                 life.proof.sent(frame)
             elif isinstance(life.proof, CoordinatorProof):
                 life.proof.took(frame, envelope if direction is Direction.IN else None)

@@ -14,11 +14,10 @@ from pathlib import Path
 from tools.errors import RUNTIME, USAGE, ToolError
 from tools.framelogs.read import Entry, Process
 from tools.framelogs.stream import Stream
-from tools.framelogs.words import as_json, line, way
+from tools.framelogs.words import WAYS, as_json, line, way
 from transport import frame as frames
-from transport.frame import Copy, Drafted, Forwarded, Frame, Run, Verdict
+from transport.frame import Copy, Drafted, Forwarded, Frame, Remembered, RollCall, Run, Verdict
 
-WAYS = ("in", "out", "local")
 KINDS = tuple(
     sorted(
         each.__name__.lower()
@@ -108,6 +107,10 @@ def _owners(frame: Frame) -> Iterable[tuple[int | None, tuple[int | None, ...]]]
             return [(frame.turn, (frame.source, frame.target))]
         case Drafted():
             return [(frame.turn, ())]
+        case RollCall():
+            return [(None, (claim.number,)) for claim in frame.claims] or [(None, (None,))]
+        case Remembered():
+            return [(None, (frame.number,))]
         case _:
             return [(getattr(frame, "turn", None), (getattr(frame, "slot", None),))]
 
@@ -160,7 +163,9 @@ def _check(wanted: Filter) -> None:
             known = ", ".join(KINDS + SEGMENT_KINDS)
             raise ToolError(f"--kind {kind}: no such kind; there are {known}", code=USAGE)
     if wanted.direction not in (None, *WAYS):
-        raise ToolError(f"--direction {wanted.direction}: must be in, out or local", code=USAGE)
+        known = ", ".join(WAYS)
+        text = f"--direction {wanted.direction}: no such direction; there are {known}"
+        raise ToolError(text, code=USAGE)
 
 
 def _moment(text: str | None, start_ns: int) -> int | None:

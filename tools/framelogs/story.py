@@ -111,7 +111,8 @@ class Story:
         if isinstance(event, Called):
             return f"ring {event.ring}: the roll is called, epoch {event.epoch}"
         names = ", ".join(entry.name for entry in event.call.entries)
-        return f"ring {event.ring} has formed: {names}"
+        kept = f"{len(event.call.claims)} of {_many(event.claimed, 'claim')} confirmed"
+        return f"ring {event.ring} has formed: {names}" + (f"; {kept}" if event.claimed else "")
 
     def _own(self, event: Event) -> Iterator[str]:
         match event:
@@ -123,7 +124,7 @@ class Story:
                 yield self._placed(event)
             case Forked():
                 self.ring = event.copy.ring
-                yield f"{_frame(event.copy)} copies {_fork(event.copy)}"
+                yield f"{_frame(event.copy)} copies {_fork(event.copy)}{_unsent(event.flight)}"
             case Copied():
                 took = (event.at_ns - event.flight.sent_ns) / 1e6
                 done = ", ".join(event.copy.done)
@@ -168,6 +169,7 @@ class Story:
         what = f"{_frame(event.flight.frame)} takes {rows}"
         beside = len(event.flight.frame.segments) - 1 if isinstance(event.flight.frame, Run) else 0
         said = f" beside {_many(beside, 'other segment')}" if beside else ""
+        said += _unsent(event.flight)
         self._flying += 1
         if segment.kind is Kind.PREFILL:
             totals.prefills += 1
@@ -310,6 +312,10 @@ def _passed(stream: Stream, turn: int) -> dict[Key, Passed]:
 def _frame(frame: object) -> str:
     assert hasattr(frame, "seq")
     return f"frame {frame.seq}"
+
+
+def _unsent(flight: Flight) -> str:
+    return ", but its link does not take it" if flight.number is None else ""
 
 
 def _fork(copy: Copy) -> str:

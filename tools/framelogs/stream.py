@@ -15,6 +15,7 @@ from typing import IO
 
 from tools.errors import ToolError
 from tools.framelogs.read import (
+    Decoder,
     Entry,
     LogDamageError,
     Process,
@@ -48,11 +49,12 @@ class Stream:
 
     def of(self, wanted: Sequence[Process]) -> Iterator[Entry]:
         """The same for some of the processes."""
-        return heapq.merge(*map(self._intact, wanted), key=_IN_TIME)
+        decoder = Decoder()
+        return heapq.merge(*(self._intact(each, decoder) for each in wanted), key=_IN_TIME)
 
-    def _intact(self, process: Process) -> Iterator[Entry]:
+    def _intact(self, process: Process, decoder: Decoder) -> Iterator[Entry]:
         try:
-            yield from entries(process)
+            yield from entries(process, decoder)
         except LogDamageError as error:
             self._damaged(error.message)
             return

@@ -174,7 +174,7 @@ class Links:
     def take(self, entry: Entry) -> None:
         """Any entry. A sender notes a frame once it is gone, so that its arrival may come first."""
         if (
-            entry.record.direction is Direction.LOCAL
+            entry.record.direction not in (Direction.IN, Direction.OUT)
             or entry.record.number != entry.envelope.number
         ):
             return

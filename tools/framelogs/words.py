@@ -12,6 +12,7 @@ from typing import Any
 from tools.framelogs.read import Entry
 from transport.frame import (
     Cancel,
+    Claim,
     Copy,
     Drafted,
     Forwarded,
@@ -23,6 +24,7 @@ from transport.frame import (
     LinkGap,
     Ping,
     Reject,
+    Remembered,
     Result,
     RollCall,
     Run,
@@ -37,19 +39,15 @@ from transport.frame import (
 )
 from transport.framelog import Direction
 
+MAX_CLAIMS = 8  # of a roll call that a line says
 _TOKEN_FIELDS = {"tokens", "prompt", "stops", "ends", "bias", "top"}
 _SECRET_FIELDS = {"salt", "hint"}
-_WAYS = {
-    Direction.IN: "in",
-    Direction.OUT: "out",
-    Direction.LOCAL: "local",
-    Direction.UNSENT: "unsent",
-}
+WAYS = tuple(each.name.lower() for each in Direction)  # by number
 
 
 def way(entry: Entry) -> str:
     """The direction's word."""
-    return _WAYS[entry.record.direction]
+    return WAYS[entry.record.direction]
 
 
 def other_end(entry: Entry) -> str:
@@ -110,8 +108,7 @@ def essentials(frame: Frame, tokens: bool) -> str:
             return f"{_at(frame)} {whose} by {frame.stage}: {frame.code}: {frame.detail}"
         case RollCall():
             entries = [_entry(each) for each in frame.entries]
-            claims = f"{len(frame.claims)} claims" if frame.claims else ""
-            return _join(f"e{frame.epoch}", *entries, claims)
+            return _join(f"e{frame.epoch}", *entries, _claims(frame.claims))
         case Copy():
             done = f"done by {','.join(frame.done)}" if frame.done else ""
             rows = f"{frame.turn}/{frame.source}->{frame.target}/[0,{frame.length})"
@@ -150,6 +147,14 @@ def _local(frame: Frame, tokens: bool) -> str:
             return f"slot {frame.slot}"
         case KeepSlot():
             return f"slot {frame.slot} for {frame.keep_s:g} s"
+        case Remembered():
+            said = [
+                f"{frame.number}/[0,{len(frame.tokens)}){_ids(frame.tokens, tokens)}",
+                f"idle {frame.idle_s:g} s",
+                f"kept for {frame.keep_s:g} s" if frame.keep_s else "",
+                "salted" if frame.salt else "",
+            ]
+            return _join(*said)
         case Drafted():
             end = frame.start + len(frame.tokens)
             return f"{frame.turn}/[{frame.start},{end}){_ids(frame.tokens, tokens)}"
@@ -196,6 +201,12 @@ def _result(result: Result, tokens: bool) -> str:
 
 def _entry(entry: StageEntry) -> str:
     return f"{entry.name}[{entry.layers[0]},{entry.layers[1]})"
+
+
+def _claims(claims: Sequence[Claim]) -> str:
+    said = [f"{each.number}/[0,{each.length})" for each in claims[:MAX_CLAIMS]]
+    more = f"and {len(claims) - MAX_CLAIMS} more" if len(claims) > MAX_CLAIMS else ""
+    return _join("claims", *said, more) if said else ""
 
 
 def _tensor(tensor: Tensor | None) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tools.errors import USAGE, ToolError
+from tools.framelogs.hiding import is_redacted
 from tools.framelogs.read import Process, processes
 from tools.replay.core import DifferenceError, Replayer
 from tools.replay.fresh import COORDINATOR, config_of
@@ -35,6 +36,9 @@ def run_replay(
     found = [each for each in read if each.header.config]  # not the turns that verify mode writes
     if not found:
         config_of(read[0])  # says what its header lacks
+    for option, wanted in (("--stage", stage), ("--ring", ring)):
+        if wanted is not None:
+            _refuse_redacted(found, f"{option} {wanted}")
     try:
         if stage is not None:
             return _compute(found, stage, device, model, tolerance, where, as_json)
@@ -45,6 +49,14 @@ def run_replay(
         return _cores(found, as_json)
     except DifferenceError as error:
         return _differs([error], as_json)
+
+
+def _refuse_redacted(found: list[Process], option: str) -> None:
+    """A model makes nothing of token ids that were replaced."""
+    for each in found:
+        if is_redacted(each.header.config):
+            text = f"{each.paths[0]} is redacted: its token ids and activations are not the model's"
+            raise ToolError(f"{option}: {text}; core replay works on it", code=USAGE)
 
 
 def _cores(found: list[Process], as_json: bool) -> int:

@@ -12,7 +12,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from pipeline.daemon import perform_forward
+from pipeline.forward import perform_forward
 from pipeline.model import ModelInfo, StageModel
 from pipeline.stage import CopyRows, DropRows, Forward, Stage
 from tools.errors import USAGE, ToolError

@@ -156,9 +156,12 @@ class Replayer:
     def _known(self, entry: Entry) -> None:
         """What a frame reads must have been written since the log begins."""
         frame = entry.frame
-        if not self.process.missing or not isinstance(frame, (Run, Copy)):
+        if not self.process.missing or not isinstance(frame, (Run, Copy, RollCall)):
             return
-        if isinstance(frame, Copy):
+        written: list[int] = []
+        if isinstance(frame, RollCall):
+            read = {each.number: each.length for each in frame.claims}
+        elif isinstance(frame, Copy):
             read = {frame.source: frame.length}
             written = [frame.target]
         else:

@@ -18,6 +18,7 @@ from transport.frame import (
     Ping,
     Refusal,
     Reject,
+    Remembered,
     Result,
     RollCall,
     Run,
@@ -82,6 +83,8 @@ class CoordinatorProof:
                         ring.lost = True
             case RollCall():
                 self._ring(frame.ring).answered(frame)
+            case Remembered():
+                self._ring(frame.ring).remember(frame)
             case Verdict() | Copy() | Free() | Ping() | Reject():
                 ring = self._ring(frame.ring)
                 if envelope is not None:
@@ -114,8 +117,8 @@ class CoordinatorProof:
     def _paired(self, ring: RingProof, frame: Verdict | Copy | Free | Ping) -> Sending | None:
         """The frame that an answer belongs to; None where nobody may use it."""
         which = f"{type(frame).__name__} ({frame.epoch}, {frame.seq})"
-        if ring.epoch is None or frame.epoch < ring.epoch or ring.lost:
-            self._tally.stale += 1
+        if ring.epoch is None or frame.epoch < ring.epoch or ring.lost or ring.forming:
+            self._tally.stale += 1  # while the ring forms: to a coordinator before this one
             return None
         sending = ring.flying.get(frame.seq) if frame.epoch == ring.epoch else None
         kind = Run if isinstance(frame, Verdict) else type(frame)
@@ -144,7 +147,7 @@ class CoordinatorProof:
             view = ring.view(sending.frame.target)
             view.sure, view.refused = 0, True
             turn = self._turns.get(sending.frame.turn)
-            if turn is not None:
+            if turn is not None and turn.on(ring.name):
                 turn.refused = True
 
     def _verdict(self, ring: RingProof, sending: Sending, verdict: Verdict) -> None:
@@ -167,7 +170,7 @@ class CoordinatorProof:
             view.refused = True
             if segment.start <= view.sure:  # else what was refused was never acknowledged
                 view.sure = 0
-            if turn is not None:
+            if turn is not None and turn.on(ring.name):  # else it goes on in another ring
                 turn.refused = True
             return
         wanted = segment.slot, segment.end - segment.want, segment.want

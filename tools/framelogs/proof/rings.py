@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from tools.framelogs.proof.rows import Hasher, Rows, Tally, Violation
+from tools.framelogs.proof.rows import Hasher, Rows, Tally, Violation, struck_out
 from tools.framelogs.proof.turns import Sent, Turn
-from transport.frame import Copy, Free, Ping, RollCall, Run, Segment, StageEntry
+from transport.frame import Claim, Copy, Free, Ping, Remembered, RollCall, Run, Segment, StageEntry
 
 Number: TypeAlias = Run | Copy | Free | Ping
 
@@ -72,6 +72,8 @@ class RingProof:
         self._whole = whole
         self._first: int | None = None if not whole else 0  # lowest number known
         self._views: dict[int, View] = {}
+        self._called: RollCall | None = None  # has not come back
+        self._answer: RollCall | None = None  # came back; a frame that is sent next believes it
         self._entries: tuple[StageEntry, ...] = ()
         self._fingerprint: bytes | None = None
         self._tally, self._hasher = tally, hasher
@@ -85,6 +87,20 @@ class RingProof:
 
     # ---- forming ----
 
+    @property
+    def forming(self) -> bool:
+        """Whether a roll call is out: no frame of this coordinator waits for an answer."""
+        return self._called is not None
+
+    def remember(self, said: Remembered) -> None:
+        """What an earlier coordinator knew: sure as far as the first roll call confirms it."""
+        if self._entries or self.epoch is not None:
+            return
+        root = self._hasher.root(said.fingerprint, said.salt)
+        view = View(tokens=list(said.tokens), sure=len(said.tokens))
+        view.rows.write(0, root, self._hasher.after(root, said.tokens))
+        self._views[said.number] = view
+
     def call(self, frame: RollCall) -> None:
         """A roll call goes out: nothing in flight will be believed."""
         if self.epoch is not None and frame.epoch <= self.epoch:
@@ -93,12 +109,17 @@ class RingProof:
         self.recent.clear()
         self.epoch, self.lost = frame.epoch, False
         self.flying.clear()
-        claimed = [claim.number for claim in frame.claims]
-        for number, view in self._views.items():
+        for view in self._views.values():
             view.cut(view.sure)
             view.owner, view.refused = None, False
-            if self._entries and number >= self._slots() and number not in claimed:
-                self._views[number] = View()
+        for claim in frame.claims:
+            view = self.view(claim.number)
+            if view.unknown or claim.length < view.rows.base:
+                self._tally.note("R3", known=False)
+            else:
+                who = f"the roll call of number {claim.number}"
+                self._claims(view, claim.length, claim.digest, who, foreign=True)
+        self._called, self._answer = frame, None
 
     def unsure(self, turn: Turn) -> None:
         """The turn's ring was lost: what was answered since the last frame may not count."""
@@ -109,19 +130,34 @@ class RingProof:
                 break
 
     def answered(self, frame: RollCall) -> None:
-        """A roll call came round: a stage that restarted has lost its rows."""
-        if frame.epoch != self.epoch or not frame.entries:
+        """A roll call came round; whether it was good enough, the next frame tells."""
+        called = self._called
+        if called is None or frame.epoch != called.epoch or not frame.entries:
             return
-        lives = [(entry.name, entry.incarnation) for entry in frame.entries]
-        before = [(entry.name, entry.incarnation) for entry in self._entries]
-        same_model = self._fingerprint == frame.entries[0].fingerprint
-        if self._entries and (lives != before or not same_model):
-            self._views.clear()
-            self._whole = True
+        if struck_out(called.claims, frame.claims) is None:
+            raise Violation("R8", "a claim came back that was not made, or in another order")
+        self._tally.note("R8")
+        self._called, self._answer = None, frame
+
+    def _formed(self, frame: RollCall) -> None:
+        """What every stage has confirmed is there, and nothing else."""
+        views: dict[int, View] = {}
+        for claim in frame.claims:
+            views[claim.number] = self._kept(self.view(claim.number), claim)
+        self._views = views
+        self._whole = True
         self._entries = frame.entries
         self._fingerprint = frame.entries[0].fingerprint
         capacities = [entry.capacity for entry in frame.entries]
         self.capacity = min(capacities if self.limit is None else [*capacities, self.limit])
+
+    @staticmethod
+    def _kept(view: View, claim: Claim) -> View:
+        if view.unknown or view.rows.before(claim.length) != claim.digest:
+            return View(Rows(claim.length, claim.digest), None, claim.length)
+        view.cut(claim.length)
+        view.sure = claim.length
+        return view
 
     def _slots(self) -> int:
         return min(entry.slots for entry in self._entries)
@@ -135,6 +171,9 @@ class RingProof:
         if self._first is None:
             self._first = frame.seq
             self.highest = frame.seq - 1
+        if self._answer is not None:
+            self._formed(self._answer)
+            self._answer = None
         if frame.epoch != self.epoch:
             text = f"a frame of epoch {frame.epoch}; the last roll call was of {self.epoch}"
             raise Violation("R4", text)

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+from transport.frame import Claim
+
 HASH_BYTES = 16
 MAX_MEMO = 1024  # segments whose hashes are kept: every stage of a ring asks for the same ones
 
@@ -21,6 +23,7 @@ RULES = {
     "R5": "a slot is one turn's at a time, within its capacity",
     "R6": "a stage sends on what it took, once and in order; no frame is missing unseen",
     "R7": "what one process took is what the other one sent",
+    "R8": "of what a roll call claims, every stage confirms what it holds, and nothing else",
 }
 
 
@@ -139,3 +142,14 @@ class Rows:
         made = Rows(self.base)
         made._hashes = self._hashes[: length - self.base + 1]
         return made
+
+
+def struck_out(taken: Sequence[Claim], kept: Sequence[Claim]) -> list[Claim] | None:
+    """The claims that were left out of `taken`; None where `kept` is no part of it, in order."""
+    struck, left = [], list(kept)
+    for claim in taken:
+        if left and left[0] == claim:
+            del left[0]
+        else:
+            struck.append(claim)
+    return None if left else struck

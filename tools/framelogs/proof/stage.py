@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from tools.framelogs.proof.rows import Hasher, Rows, Tally, Violation
+from tools.framelogs.proof.rows import Hasher, Rows, Tally, Violation, struck_out
 from transport.frame import (
+    Claim,
     Copy,
     Forwarded,
     Frame,
@@ -95,9 +96,13 @@ class StageProof:
     def _swallowed(self, taken: Taken) -> None:
         """Dropped as too old, or its sending failed: then its slots may have been written."""
         frame = taken.frame
-        if isinstance(frame, (Ping, Reject, RollCall)):
+        if isinstance(frame, (Ping, Reject)) or self._epoch is None or frame.epoch < self._epoch:
             return
-        if self._epoch is None or frame.epoch < self._epoch:
+        if isinstance(frame, RollCall):  # what it does not claim was dropped
+            claimed = dict.fromkeys(claim.number for claim in frame.claims)
+            for number in self._slots:
+                if self._parked(number) and number not in claimed:
+                    self._forget(number)
             return
         self._tally.note("R6", known=False)
         if isinstance(frame, Run):
@@ -138,8 +143,11 @@ class StageProof:
     def _called(self, frame: RollCall) -> None:
         if not frame.entries or frame.entries[-1].name != self.name:
             raise Violation("R6", f"the roll call went on without stage {self.name}'s entry")
-        before = replace(frame, entries=frame.entries[:-1])
-        found = self._find(lambda at: at == before, f"it sent a roll call of epoch {frame.epoch}")
+        before = replace(frame, claims=(), entries=frame.entries[:-1])
+        found = self._find(
+            lambda at: isinstance(at, RollCall) and replace(at, claims=()) == before,
+            f"it sent a roll call of epoch {frame.epoch}",
+        )
         if found is not None:
             self._queue.popleft()
             self._tally.note("R6")
@@ -148,10 +156,58 @@ class StageProof:
         mine = frame.entries[-1]
         self._epoch, self._fingerprint = frame.epoch, mine.fingerprint
         self._count, self._capacity = mine.slots, mine.capacity
-        claimed = [claim.number for claim in frame.claims]
+        if found is not None:
+            assert isinstance(found.frame, RollCall)
+            self._confirmed(found.frame.claims, frame.claims)
+        claimed = dict.fromkeys(claim.number for claim in frame.claims)
         for number in [each for each in self._slots if each >= mine.slots]:
             if number not in claimed:
                 self._empty(number)
+
+    def _confirmed(self, taken: tuple[Claim, ...], kept: tuple[Claim, ...]) -> None:
+        """What it let pass is there, and what it struck out is not."""
+        struck = struck_out(taken, kept)
+        if struck is None:
+            raise Violation("R8", "it confirms a claim that it did not take, or in another order")
+        self._tally.note("R8")
+        for claim in kept:
+            holds = self._judged(claim)
+            if holds is False:
+                raise Violation("R8", f"it confirms {self._about(claim)}")
+            if holds is None and self._parked(claim.number):
+                self._slots[claim.number] = Rows(claim.length, claim.digest)
+        for claim in struck:
+            if self._judged(claim):
+                raise Violation("R8", f"it strikes out {self._about(claim)}")
+
+    def _judged(self, claim: Claim) -> bool | None:
+        holds = self._holds(claim)
+        self._tally.note("R8", known=holds is not None)
+        return holds
+
+    def _parked(self, number: int) -> bool:
+        return self._count is not None and number >= self._count
+
+    def _holds(self, claim: Claim) -> bool | None:
+        """Whether the claimed rows are here, of a parked prefix no others; None: unknown."""
+        rows = self._slots.get(claim.number)
+        if rows is None:
+            return False if self._whole else None
+        if rows.base < 0 or claim.length < rows.base:
+            return None
+        if self._parked(claim.number) and claim.length != rows.end:
+            return False
+        return rows.before(claim.length) == claim.digest
+
+    def _about(self, claim: Claim) -> str:
+        what = "parked prefix" if self._parked(claim.number) else "slot"
+        rows = self._slots.get(claim.number)
+        end = 0 if rows is None else rows.end
+        if rows is None or rows.before(claim.length) != claim.digest:
+            held = f"{end} are written" if claim.length > end else "another text is written"
+        else:
+            held = f"{end} are, of that text"
+        return f"rows [0, {claim.length}) of {what} {claim.number}, where {held}"
 
     def _empty(self, number: int) -> None:
         if self._whole:

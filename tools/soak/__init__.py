@@ -1,0 +1,1 @@
+"""The soak: a mixed load on a ring whose processes are killed, against serial truth."""
