@@ -41,7 +41,8 @@ export async function request(path, { method = "GET", body, signal } = {}) {
     if (answer.ok) return answer;
     const error = new ApiError(answer.status, await answer.json().catch(() => null));
     if (error.status !== 401) throw error;
-    await askForKey(key !== null);
+    // another request may have asked meanwhile
+    if (sessionStorage.getItem(KEY) === key) await askForKey(key !== null);
   }
 }
 
