@@ -37,7 +37,12 @@ export async function request(path, { method = "GET", body, signal } = {}) {
     const key = sessionStorage.getItem(KEY);
     if (key !== null) headers.authorization = `Bearer ${key}`;
     if (body !== undefined) headers["content-type"] = "application/json";
-    const answer = await fetch(path, { method, headers, signal, body: body && JSON.stringify(body) });
+    const answer = await fetch(path, {
+      method,
+      headers,
+      signal,
+      body: body && JSON.stringify(body),
+    });
     if (answer.ok) return answer;
     const error = new ApiError(answer.status, await answer.json().catch(() => null));
     if (error.status !== 401) throw error;
