@@ -99,6 +99,15 @@ class Ring:
 
     # ---- alive and trusted ----
 
+    @property
+    def formed(self) -> bool:
+        """True when frames are on their way that a loss would void.
+
+        Not while the roll is called: its answer comes behind whatever was lost before. The first
+        frame that a new coordinator hears of a living tail is a gap, and then that answer.
+        """
+        return self.phase in (Phase.PROBING, Phase.READY)
+
     def remember(self, said: Remembered, now: float) -> None:
         """Note what an earlier coordinator knew; the first roll call proves it or not."""
         if self.entries or len(self.remembered) >= MAX_PARKED:
@@ -425,8 +434,8 @@ class Ring:
         """
         if reject.code is Refusal.EPOCH and reject.epoch > self.epoch:
             self.epoch = reject.epoch
-            return self.phase in (Phase.PROBING, Phase.READY)
-        if self.phase in (Phase.WAITING, Phase.FORMING):
+            return self.formed
+        if not self.formed:
             return False
         if reject.code is Refusal.LINK:
             return reject.epoch in (0, self.epoch)

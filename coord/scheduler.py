@@ -218,7 +218,7 @@ class Scheduler:
 
     def _gap(self, gap: LinkGap, now: float) -> None:
         for ring in self.rings.values():
-            if gap.link == ring.verdict_link and ring.phase is not RingPhase.WAITING:
+            if gap.link == ring.verdict_link and ring.formed:
                 self._lose(ring, f"verdicts {gap.expected} to {gap.got} were lost", now)
 
     # ---- from the ring ----

@@ -175,15 +175,19 @@ class Fleet:
         self.processes: list[Process] = []
 
     def start(
-        self, *arguments: object, name: str | None = None, stdin: int = subprocess.DEVNULL
+        self,
+        *arguments: object,
+        name: str | None = None,
+        stdin: int = subprocess.DEVNULL,
+        module: str = "tools.cli",
     ) -> Process:
-        """Start `kvring ARGUMENTS`."""
+        """Start `kvring ARGUMENTS`, or another module with them."""
         name = name or str(arguments[0])
         folder = self._folder / f"{len(self.processes):02d}-{name}"
         folder.mkdir(parents=True)
         with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as err:
             popen = subprocess.Popen(
-                [sys.executable, "-m", "tools.cli", *map(str, arguments)],
+                [sys.executable, "-m", module, *map(str, arguments)],
                 cwd=ROOT,
                 env={**os.environ, MARK: self._mark, "TMPDIR": str(self.scratch)},
                 stdin=stdin,

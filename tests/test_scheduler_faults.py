@@ -235,6 +235,9 @@ def test_parked_rows_of_a_lost_stage_are_freed_on_the_others() -> None:
     """CASES 38: the roll call told them to keep what the new ledger does not know."""
     desk, copy = parking()
     desk.tell(copy)
+    (record,) = desk.ring.in_flight.values()
+    assert isinstance(record.frame, Run)
+    desk.verdict(record.frame, 22)
     desk.tick(RETRY_S)
     held = claim(0, (5, 6)), claim(1, range(70))
     assert desk.tell(StageLost("r", "s1", "killed")) == [Send(RollCall("r", 2, held))]

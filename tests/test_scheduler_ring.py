@@ -275,6 +275,15 @@ def test_a_refusal_while_the_roll_is_called_changes_nothing() -> None:
     assert desk.ring.phase is Phase.FORMING
 
 
+def test_the_first_that_a_new_coordinator_hears_of_a_living_tail_is_no_loss() -> None:
+    """The tail counts on from its earlier frames: a gap, right before the roll call's answer."""
+    desk = Desk()
+    desk.beats()
+    assert desk.tell(LinkGap("r/s1", 0, 38)) == []
+    desk.probe(desk.answer())
+    assert (desk.ring.phase, desk.ring.epoch) == (Phase.READY, 1)
+
+
 def test_a_frame_without_an_answer_is_a_loss() -> None:
     """CASES 28: a stopped stage; its heartbeats may go on."""
     desk = Desk().form()

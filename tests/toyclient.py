@@ -50,11 +50,11 @@ class Answer:
 
 def complete(url: str, prompt: Sequence[int] | str, count: int, **options: Any) -> Answer:
     """POST /v1/completions, not streamed."""
-    answer = post(f"{url}/v1/completions", json=_request(prompt, count, options))
+    answer = post(f"{url}/v1/completions", json=request(prompt, count, options))
     assert answer.status_code == 200, answer.text
     body = answer.json()
     choice = body["choices"][0]
-    tokens = _ids(choice["logprobs"])
+    tokens = ids(choice["logprobs"])
     return Answer(tokens, choice["text"], choice["finish_reason"], body["usage"], body["kvring"])
 
 
@@ -100,7 +100,7 @@ class Stream:
         self.last = event
         for choice in event["choices"]:
             self.text += choice["text"]
-            self.tokens += _ids(choice["logprobs"])
+            self.tokens += ids(choice["logprobs"])
             if choice["finish_reason"] is not None:
                 self.finishes.append(choice["finish_reason"])
 
@@ -110,7 +110,7 @@ def streaming(
     url: str, prompt: Sequence[int] | str, count: int, **options: Any
 ) -> Iterator[Stream]:
     """POST /v1/completions as a stream; leaving the block early closes the connection."""
-    body = _request(prompt, count, options)
+    body = request(prompt, count, options)
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     with (
         httpx.Client(timeout=TIMEOUT_S, verify=NO_TLS) as client,
@@ -126,12 +126,12 @@ def stream(url: str, prompt: Sequence[int] | str, count: int, **options: Any) ->
         return reading.rest()
 
 
-def _request(prompt: Sequence[int] | str, count: int, options: dict[str, Any]) -> dict[str, Any]:
+def request(prompt: Sequence[int] | str, count: int, options: dict[str, Any]) -> dict[str, Any]:
     text = prompt if isinstance(prompt, str) else list(prompt)
     return {"prompt": text, "max_tokens": count, "temperature": 0, "logprobs": 0, **options}
 
 
-def _ids(logprobs: dict[str, Any] | None) -> list[int]:
+def ids(logprobs: dict[str, Any] | None) -> list[int]:
     """Token ids from their spelling: a toy's token is a byte."""
     if logprobs is None:
         return []

@@ -22,6 +22,10 @@ from transport.pieces import PIECE_BYTES
 
 HWM_FRAMES = 1000  # far above any scheduler window (stages + 1), which is what bounds memory
 HANDSHAKE_S = 5.0  # a stranger that says nothing holds a connection for so long
+# What a peer's machine has not acknowledged for so long ends the connection. TCP itself tries ever
+# more seldom: after 15 s of silence it found a machine that was back 12 s later, with this 1 s.
+UNACKED_S = 10.0
+CONNECT_S = 2.0  # of one attempt, for the same reason
 CURVE_BYTES = 64  # what encryption adds to a message part, and some more
 
 EVENTS = {
@@ -97,12 +101,14 @@ def open_socket(
     raw.maxmsgsize = max(max_bytes, MAX_HEADER_BYTES)
     raw.handshake_ivl = round(HANDSHAKE_S * 1000)
     raw.ipv6 = "[" in address
-    raw.tcp_keepalive = 1  # a vanished machine is noticed in 30 s; ZMTP's own heartbeats would
-    raw.tcp_keepalive_idle = 10  # wait behind a large frame on a slow link and cut it
+    raw.tcp_keepalive = 1  # a vanished machine is noticed in 30 s at most; ZMTP's
+    raw.tcp_keepalive_idle = 10  # own heartbeats would wait behind a large frame on a slow link
     raw.tcp_keepalive_intvl = 5
     raw.tcp_keepalive_cnt = 4
+    raw.tcp_maxrt = round(UNACKED_S * 1000)
+    raw.connect_timeout = round(CONNECT_S * 1000)
     raw.reconnect_ivl = 50
-    raw.reconnect_ivl_max = 1000
+    raw.reconnect_ivl_max = 250  # who comes back waits for it; a refused connect costs 0.1 ms
     if security is not None:
         raw.curve_publickey = security.public_key.encode()
         raw.curve_secretkey = security.secret_key.encode()
