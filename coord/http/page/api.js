@@ -37,11 +37,17 @@ export async function request(path, { method = "GET", body, signal } = {}) {
     const key = sessionStorage.getItem(KEY);
     if (key !== null) headers.authorization = `Bearer ${key}`;
     if (body !== undefined) headers["content-type"] = "application/json";
-    const answer = await fetch(path, { method, headers, signal, body: body && JSON.stringify(body) });
+    const answer = await fetch(path, {
+      method,
+      headers,
+      signal,
+      body: body && JSON.stringify(body),
+    });
     if (answer.ok) return answer;
     const error = new ApiError(answer.status, await answer.json().catch(() => null));
     if (error.status !== 401) throw error;
-    await askForKey(key !== null);
+    // another request may have asked meanwhile
+    if (sessionStorage.getItem(KEY) === key) await askForKey(key !== null);
   }
 }
 

@@ -36,7 +36,8 @@ function draw() {
     byId("stop").hidden = running === null;
     byId("send").disabled = !ready();
   };
-  if (document.hidden) setTimeout(now, 100); // frames are not painted in a tab behind others
+  if (document.hidden)
+    setTimeout(now, 100); // frames are not painted in a tab behind others
   else requestAnimationFrame(now);
 }
 
@@ -53,11 +54,17 @@ function drawAll() {
 function drawList() {
   const entry = (conversation) => {
     const open = make("button", {
-      type: "button", class: `entry c${conversation.colour}`, text: conversation.title,
-      "aria-current": conversation === current ? "true" : null, on: { click: () => show(conversation) },
+      type: "button",
+      class: `entry c${conversation.colour}`,
+      text: conversation.title,
+      "aria-current": conversation === current ? "true" : null,
+      on: { click: () => show(conversation) },
     });
     const gone = make("button", {
-      type: "button", class: "quiet", text: "×", "aria-label": `Delete ${conversation.title}`,
+      type: "button",
+      class: "quiet",
+      text: "×",
+      "aria-label": `Delete ${conversation.title}`,
       on: { click: () => forget(conversation) },
     });
     return make("li", {}, open, gone);
@@ -96,7 +103,9 @@ async function say(kind) {
   if (!conversations.includes(conversation)) conversations.unshift(conversation);
   conversation.used = Date.now();
   const { temperature, longest } = store.settings();
-  const turn = new Turn(conversation, kind, { temperature, max_tokens: longest }, () => changed(conversation));
+  const turn = new Turn(conversation, kind, { temperature, max_tokens: longest }, () =>
+    changed(conversation),
+  );
   running = { turn, conversation };
   const over = turn.run();
   drawAll();
@@ -110,7 +119,8 @@ async function say(kind) {
 
 // A turn that was stopped before it said anything leaves nothing but its question, to be changed.
 function takeBack(turn, conversation) {
-  if (!turn.stopped || turn.message.content || conversation.messages.at(-1) !== turn.message) return;
+  if (!turn.stopped || turn.message.content || conversation.messages.at(-1) !== turn.message)
+    return;
   conversation.messages.pop();
   const asked = conversation.messages.pop();
   if (conversation === current && !byId("prompt").value) {
@@ -134,7 +144,8 @@ function changed(conversation) {
 function keep(conversation) {
   savedAt = performance.now();
   if (!conversations.includes(conversation)) return; // deleted meanwhile
-  if (!store.save(conversation)) announce("The browser has no room left: this conversation will be lost when you leave.");
+  if (!store.save(conversation))
+    announce("The browser has no room left: this conversation will be lost when you leave.");
 }
 
 // Also where nothing was told of the ring: then a turn may well succeed.
@@ -180,9 +191,12 @@ function grow() {
 async function watch() {
   let wait = RETRY_MS[0];
   for (;;) {
-    if (document.hidden) await new Promise((go) => document.addEventListener("visibilitychange", go, { once: true }));
+    if (document.hidden)
+      await new Promise((go) => document.addEventListener("visibilitychange", go, { once: true }));
     const abort = new AbortController();
-    const pause = () => { if (document.hidden) abort.abort(); };
+    const pause = () => {
+      if (document.hidden) abort.abort();
+    };
     document.addEventListener("visibilitychange", pause);
     try {
       for await (const said of api.ring(abort.signal)) {
@@ -193,7 +207,8 @@ async function watch() {
         byId("send").disabled = !ready();
       }
     } catch (error) {
-      if (!document.hidden) state("bad", error instanceof api.ApiError ? error.message : "not connected");
+      if (!document.hidden)
+        state("bad", error instanceof api.ApiError ? error.message : "not connected");
     } finally {
       document.removeEventListener("visibilitychange", pause);
     }
@@ -206,8 +221,11 @@ function standing({ rings, turns }) {
   const ready = rings.filter((ring) => ring.state === "ready");
   if (!ready.length) {
     const stages = rings.flatMap((ring) => ring.stages);
-    const share = stages.reduce((sum, stage) => sum + stage.progress, 0) / Math.max(1, stages.length);
-    return share < 1 ? ["busy", `loading, ${words.percent(share)}`] : ["busy", "the ring is forming"];
+    const share =
+      stages.reduce((sum, stage) => sum + stage.progress, 0) / Math.max(1, stages.length);
+    return share < 1
+      ? ["busy", `loading, ${words.percent(share)}`]
+      : ["busy", "the ring is forming"];
   }
   const waiting = turns.waiting ? `, ${turns.waiting} waiting` : "";
   return turns.running ? ["good", `${turns.running} running${waiting}`] : ["good", "ready"];
@@ -223,7 +241,10 @@ function state(kind, text) {
 // ---- the start ----
 
 function connectControls() {
-  byId("composer").addEventListener("submit", (event) => { event.preventDefault(); send(); });
+  byId("composer").addEventListener("submit", (event) => {
+    event.preventDefault();
+    send();
+  });
   byId("prompt").addEventListener("input", grow);
   byId("prompt").addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
@@ -238,17 +259,26 @@ function connectControls() {
   for (const button of document.querySelectorAll("[data-show]")) {
     button.addEventListener("click", () => view(button.dataset.show));
   }
-  byId("system").addEventListener("change", () => { current.system = byId("system").value; keep(current); });
+  byId("system").addEventListener("change", () => {
+    current.system = byId("system").value;
+    keep(current);
+  });
   for (const name of ["temperature", "longest"]) {
     const field = byId(name);
     field.value = store.settings()[name];
     field.addEventListener("change", () => {
-      if (field.checkValidity() && field.value) store.saveSettings({ ...store.settings(), [name]: Number(field.value) });
+      if (field.checkValidity() && field.value)
+        store.saveSettings({ ...store.settings(), [name]: Number(field.value) });
       else field.value = store.settings()[name];
     });
   }
-  byId("forget-key").addEventListener("click", () => { api.useKey(null); location.reload(); });
-  addEventListener("pagehide", () => { if (running) keep(running.conversation); });
+  byId("forget-key").addEventListener("click", () => {
+    api.useKey(null);
+    location.reload();
+  });
+  addEventListener("pagehide", () => {
+    if (running) keep(running.conversation);
+  });
 }
 
 async function start() {

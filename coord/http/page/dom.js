@@ -4,9 +4,11 @@ export function make(tag, properties = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
     if (name === "text") element.textContent = value;
-    else if (name === "on") for (const [event, act] of Object.entries(value)) element.addEventListener(event, act);
+    else if (name === "on")
+      for (const [event, act] of Object.entries(value)) element.addEventListener(event, act);
     else if (value === true) element.setAttribute(name, "");
-    else if (value !== null && value !== undefined && value !== false) element.setAttribute(name, value);
+    else if (value !== null && value !== undefined && value !== false)
+      element.setAttribute(name, value);
   }
   element.append(...children.filter((child) => child !== null));
   return element;

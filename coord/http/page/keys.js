@@ -7,7 +7,9 @@ let asking = null;
 
 // Resolves when the person gave a key; wrong: the last one was refused.
 export function askForKey(wrong) {
-  asking ??= ask(wrong).finally(() => { asking = null; });
+  asking ??= ask(wrong).finally(() => {
+    asking = null;
+  });
   return asking;
 }
 
@@ -20,10 +22,14 @@ function ask(wrong) {
   dialog.showModal();
   return new Promise((resolve) => {
     const form = byId("key-form");
-    form.addEventListener("submit", () => {
-      useKey(byId("key").value.trim());
-      resolve();
-    }, { once: true });
+    form.addEventListener(
+      "submit",
+      () => {
+        useKey(byId("key").value.trim());
+        resolve();
+      },
+      { once: true },
+    );
     dialog.addEventListener("cancel", (event) => event.preventDefault());
   });
 }

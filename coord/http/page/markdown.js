@@ -38,7 +38,8 @@ export function render(text) {
 
 function closing(lines, from, fence) {
   for (let at = from; at < lines.length; at++) {
-    if (lines[at].trim().startsWith(fence) && !lines[at].trim().slice(fence.length).trim()) return at;
+    if (lines[at].trim().startsWith(fence) && !lines[at].trim().slice(fence.length).trim())
+      return at;
   }
   return lines.length; // still being written
 }
@@ -51,7 +52,12 @@ function kindOf(line) {
 function blockEnd(lines, from) {
   const kind = kindOf(lines[from]);
   let at = from + 1;
-  while (at < lines.length && lines[at].trim() && !FENCE.test(lines[at]) && !HEADING.test(lines[at])) {
+  while (
+    at < lines.length &&
+    lines[at].trim() &&
+    !FENCE.test(lines[at]) &&
+    !HEADING.test(lines[at])
+  ) {
     const other = kindOf(lines[at]);
     if (other !== kind && !(kind === "list" && other === "text")) break;
     at += 1;
@@ -72,11 +78,14 @@ function block(lines) {
 function list(lines) {
   const ordered = /\d/.test(ITEM.exec(lines[0])[2]);
   const first = ordered ? parseInt(ITEM.exec(lines[0])[2], 10) : null;
-  const whole = make(ordered ? "ol" : "ul", { start: first !== null && first !== 1 ? first : null });
+  const whole = make(ordered ? "ol" : "ul", {
+    start: first !== null && first !== 1 ? first : null,
+  });
   let text = [];
   let deep = false;
   const flush = () => {
-    if (text.length) whole.append(inline(make("li", { class: deep ? "deep" : null }), text.join("\n")));
+    if (text.length)
+      whole.append(inline(make("li", { class: deep ? "deep" : null }), text.join("\n")));
   };
   for (const line of lines) {
     const item = ITEM.exec(line);
@@ -108,9 +117,12 @@ function code(text, language) {
   const label = language || "code";
   const body = make("pre", { tabindex: "0" }, make("code", { text }));
   const head = make("div", { class: "code-head" }, make("span", { text: label }));
-  if (navigator.clipboard) { // only on https and localhost
+  if (navigator.clipboard) {
+    // only on https and localhost
     const copy = () => navigator.clipboard.writeText(text);
-    head.append(make("button", { type: "button", class: "quiet", text: "Copy", on: { click: copy } }));
+    head.append(
+      make("button", { type: "button", class: "quiet", text: "Copy", on: { click: copy } }),
+    );
   }
   return make("div", { class: "code" }, head, body);
 }

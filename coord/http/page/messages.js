@@ -59,7 +59,8 @@ export class Messages {
       if (!message.content) body.append(make("p", { class: "faint waiting", text: "Prefilling" }));
       return item;
     }
-    if (message.error) item.append(make("p", { class: "error", role: "alert", text: message.error }));
+    if (message.error)
+      item.append(make("p", { class: "error", role: "alert", text: message.error }));
     if (message.note) item.append(make("p", { class: "faint note", text: message.note }));
     if (message.turn) item.append(cost(message.turn));
     if (running === null) item.append(this._buttons(message, index, item, body));
@@ -69,11 +70,23 @@ export class Messages {
   _buttons(message, index, item, body) {
     const row = make("div", { class: "actions" });
     const button = (text, label, click) =>
-      row.append(make("button", { type: "button", class: "quiet", text, "aria-label": label, on: { click } }));
+      row.append(
+        make("button", {
+          type: "button",
+          class: "quiet",
+          text,
+          "aria-label": label,
+          on: { click },
+        }),
+      );
     if (message.role === "user") {
-      button("Edit", "Edit this message and send it again", () => this._edit(message, index, item, body));
+      button("Edit", "Edit this message and send it again", () =>
+        this._edit(message, index, item, body),
+      );
     } else {
-      button(message.error ? "Try again" : "Regenerate", "Another reply in this one's place", () => this._act.again(index));
+      button(message.error ? "Try again" : "Regenerate", "Another reply in this one's place", () =>
+        this._act.again(index),
+      );
       if (navigator.clipboard) {
         button("Copy", "Copy this reply", () => navigator.clipboard.writeText(message.content));
       }
@@ -120,15 +133,42 @@ export class Messages {
 function cost(turn) {
   const list = make("dl", { class: "cost" });
   const add = (name, value, title) =>
-    list.append(make("div", { title }, make("dt", { text: name }), make("dd", { text: value, "data-name": name })));
+    list.append(
+      make(
+        "div",
+        { title },
+        make("dt", { text: name }),
+        make("dd", { text: value, "data-name": name }),
+      ),
+    );
   add("cached", words.count(turn.cached), "Prompt tokens that were resident in the ring");
-  add("prefilled", words.count(turn.prefilled), words.reason(turn.miss) || "Prompt tokens that were computed");
-  const cold = turn.cold_ms === null ? "" : ` Cold it would have taken about ${words.milliseconds(turn.cold_ms)}.`;
-  add("first token", words.milliseconds(turn.ttft_ms), `Queued for ${words.milliseconds(turn.queue_ms)} of it.${cold}`);
+  add(
+    "prefilled",
+    words.count(turn.prefilled),
+    words.reason(turn.miss) || "Prompt tokens that were computed",
+  );
+  const cold =
+    turn.cold_ms === null
+      ? ""
+      : ` Cold it would have taken about ${words.milliseconds(turn.cold_ms)}.`;
+  add(
+    "first token",
+    words.milliseconds(turn.ttft_ms),
+    `Queued for ${words.milliseconds(turn.queue_ms)} of it.${cold}`,
+  );
   add("tokens/s", words.rate(turn.tokens_per_s), `${words.count(turn.tokens)} tokens`);
   const drafts = turn.accepted + turn.rejected;
-  add("drafts", drafts ? `${turn.accepted}/${drafts}` : "–", "Guessed tokens that were accepted, of those judged");
+  add(
+    "drafts",
+    drafts ? `${turn.accepted}/${drafts}` : "–",
+    "Guessed tokens that were accepted, of those judged",
+  );
   const share = make("span", { class: "share" });
   share.style.setProperty("--cached", turn.cached / Math.max(1, turn.cached + turn.prefilled));
-  return make("div", { class: "cost-row" }, make("div", { class: "split", "aria-hidden": "true" }, share), list);
+  return make(
+    "div",
+    { class: "cost-row" },
+    make("div", { class: "split", "aria-hidden": "true" }, share),
+    list,
+  );
 }

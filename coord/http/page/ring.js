@@ -26,9 +26,11 @@ export class RingPanel {
   _redraw() {
     if (this._seen === null) return;
     const owners = new Map();
-    for (const each of this._conversations) for (const session of each.sessions) owners.set(session, each);
+    for (const each of this._conversations)
+      for (const session of each.sessions) owners.set(session, each);
     const rings = this._seen.rings;
-    if ([...this._parts.keys()].join() !== rings.map((ring) => ring.name).join()) this._build(rings);
+    if ([...this._parts.keys()].join() !== rings.map((ring) => ring.name).join())
+      this._build(rings);
     for (const ring of rings) {
       const part = this._parts.get(ring.name);
       part.wheel.show(ring, perSecond(part, ring.frames));
@@ -46,18 +48,37 @@ export class RingPanel {
     this._place.replaceChildren();
     for (const ring of rings) {
       const part = {
-        wheel: new Wheel(), facts: make("p", { class: "faint facts" }),
-        stages: make("tbody"), slots: make("ul"), counted: [],
+        wheel: new Wheel(),
+        facts: make("p", { class: "faint facts" }),
+        stages: make("tbody"),
+        slots: make("ul"),
+        counted: [],
       };
       this._parts.set(ring.name, part);
       const heads = ["Stage", "Layers", "Busy", "Memory", "State"];
-      const table = make("table", { class: "stages" },
+      const table = make(
+        "table",
+        { class: "stages" },
         make("caption", { class: "hidden", text: `Stages of ${ring.name}` }),
-        make("thead", {}, make("tr", {}, ...heads.map((text) => make("th", { scope: "col", text })))),
-        part.stages);
-      this._place.append(make("section", { "aria-label": ring.name, class: "one-ring" },
-        make("h2", { text: ring.name }), part.facts, part.wheel.element, table,
-        make("h3", { text: "Slots" }), part.slots));
+        make(
+          "thead",
+          {},
+          make("tr", {}, ...heads.map((text) => make("th", { scope: "col", text }))),
+        ),
+        part.stages,
+      );
+      this._place.append(
+        make(
+          "section",
+          { "aria-label": ring.name, class: "one-ring" },
+          make("h2", { text: ring.name }),
+          part.facts,
+          part.wheel.element,
+          table,
+          make("h3", { text: "Slots" }),
+          part.slots,
+        ),
+      );
     }
   }
 }
@@ -72,12 +93,20 @@ function stageRow(stage) {
   const loading = stage.state === "loading" ? ` ${words.percent(stage.progress)}` : "";
   const bar = make("span", { class: "meter", "aria-hidden": "true" });
   bar.style.setProperty("--share", stage.busy_share ?? 0);
-  return make("tr", { title: stage.detail || null, "data-stage": stage.name },
+  return make(
+    "tr",
+    { title: stage.detail || null, "data-stage": stage.name },
     make("th", { scope: "row", text: stage.name }),
     make("td", { text: `${stage.layers[0]}–${stage.layers[1] - 1}` }),
-    make("td", { class: "busy-cell" }, bar, make("span", { text: words.percent(stage.busy_share) })),
+    make(
+      "td",
+      { class: "busy-cell" },
+      bar,
+      make("span", { text: words.percent(stage.busy_share) }),
+    ),
     make("td", { text: words.bytes(stage.rss_bytes) }),
-    make("td", { text: stage.state + loading }));
+    make("td", { text: stage.state + loading }),
+  );
 }
 
 // Frames per second since RATE_MS ago or a little more.
@@ -86,5 +115,5 @@ function perSecond(part, frames) {
   part.counted.push([now, frames]);
   while (part.counted.length > 2 && part.counted[1][0] < now - RATE_MS) part.counted.shift();
   const [[then, before]] = part.counted;
-  return now - then < 200 ? 0 : Math.max(0, (frames - before) / (now - then) * 1000);
+  return now - then < 200 ? 0 : Math.max(0, ((frames - before) / (now - then)) * 1000);
 }

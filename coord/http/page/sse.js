@@ -1,4 +1,4 @@
-// Owns reading server-sent events from a fetch body: EventSource can't send an Authorization header.
+// Owns reading server-sent events from a fetch body: EventSource can't send an API key.
 
 // Yields {name, data} for each event; comments (keep-alives) are skipped.
 export async function* events(body) {

@@ -73,5 +73,7 @@ export function saveSettings(chosen) {
 
 // crypto.randomUUID is only there on https and localhost.
 function randomName() {
-  return [...crypto.getRandomValues(new Uint8Array(12))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
+  return [...crypto.getRandomValues(new Uint8Array(12))]
+    .map((byte) => byte.toString(16).padStart(2, "0"))
+    .join("");
 }

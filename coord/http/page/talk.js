@@ -47,7 +47,9 @@ export class Turn {
 
   _body() {
     const { messages, system, id } = this._conversation;
-    const said = messages.filter((message) => message.content).map(({ role, content }) => ({ role, content }));
+    const said = messages
+      .filter((message) => message.content)
+      .map(({ role, content }) => ({ role, content }));
     if (system.trim()) said.unshift({ role: "system", content: system });
     return { ...this._options, messages: said, prompt_cache_key: id };
   }

@@ -18,7 +18,11 @@ export function showTurns(place, turns) {
     place.replaceChildren(make("p", { class: "faint", text: "None yet." }));
     return;
   }
-  const head = make("tr", {}, ...HEADS.map(([text, title]) => make("th", { scope: "col", text, title })));
+  const head = make(
+    "tr",
+    {},
+    ...HEADS.map(([text, title]) => make("th", { scope: "col", text, title })),
+  );
   const body = make("tbody", {}, ...[...turns].reverse().map(row));
   place.replaceChildren(make("table", {}, make("thead", {}, head), body));
 }
@@ -35,5 +39,10 @@ function row(turn) {
     words.rate(turn.tokens_per_s),
     drafts ? `${turn.accepted}/${drafts}` : "–",
   ];
-  return make("tr", { title: words.reason(turn.miss) || null }, name, ...cells.map((text) => make("td", { text })));
+  return make(
+    "tr",
+    { title: words.reason(turn.miss) || null },
+    name,
+    ...cells.map((text) => make("td", { text })),
+  );
 }

@@ -9,7 +9,7 @@ import * as words from "./words.js";
 
 const RADIUS = 92;
 const LANE = 70; // of the frames
-const GAP = 0.30; // radians left free for the coordinator, to each side of the top
+const GAP = 0.3; // radians left free for the coordinator, to each side of the top
 const BETWEEN = 0.05; // radians between two stages
 const ROUND_S = [1.2, 6]; // bounds of a shown round trip
 const MAX_DOTS = 32;
@@ -20,15 +20,23 @@ export class Wheel {
     this._dots = makeSvg("g", { class: "dots" });
     this._flying = makeSvg("text", { class: "big", "text-anchor": "middle", y: 2 });
     this._rate = makeSvg("text", { class: "small", "text-anchor": "middle", y: 38 });
-    this.element = makeSvg("svg", { viewBox: "-186 -130 372 264", class: "wheel", role: "img" },
+    this.element = makeSvg(
+      "svg",
+      { viewBox: "-186 -130 372 264", class: "wheel", role: "img" },
       makeSvg("circle", { r: LANE, class: "lane" }),
       this._stages,
       this._dots,
       makeSvg("circle", { cy: -RADIUS, r: 13, class: "hub" }),
-      makeSvg("text", { y: -RADIUS - 20, class: "small", "text-anchor": "middle", text: "coordinator" }),
+      makeSvg("text", {
+        y: -RADIUS - 20,
+        class: "small",
+        "text-anchor": "middle",
+        text: "coordinator",
+      }),
       this._flying,
       makeSvg("text", { class: "small", "text-anchor": "middle", y: 20, text: "frames in flight" }),
-      this._rate);
+      this._rate,
+    );
     this._round = ROUND_S[0];
     this._turn = 0; // how far the first dot is, 0..1
     this._last = null;
@@ -41,7 +49,7 @@ export class Wheel {
     this._flying.textContent = String(flying);
     this._rate.textContent = `${words.rate(perSecond)} a second`;
     const [least, most] = ROUND_S;
-    this._round = perSecond ? Math.min(most, Math.max(least, 20 * flying / perSecond)) : most;
+    this._round = perSecond ? Math.min(most, Math.max(least, (20 * flying) / perSecond)) : most;
     this._stages.replaceChildren(...arcs(ring.stages));
     this.element.setAttribute("aria-label", summary(ring, perSecond));
     this._setDots(Math.min(flying, MAX_DOTS));
@@ -85,11 +93,14 @@ function arcs(stages) {
   const free = 2 * Math.PI - 2 * GAP - BETWEEN * (stages.length - 1);
   let from = GAP;
   return stages.flatMap((stage, index) => {
-    const to = from + free * layers[index] / whole;
+    const to = from + (free * layers[index]) / whole;
     const middle = (from + to) / 2;
     const made = [
       makeSvg("path", { d: arc(from, to), class: "stage" }),
-      makeSvg("path", { d: arc(from, from + (to - from) * (stage.busy_share ?? 0)), class: "busy" }),
+      makeSvg("path", {
+        d: arc(from, from + (to - from) * (stage.busy_share ?? 0)),
+        class: "busy",
+      }),
       label(stage, middle),
     ];
     from = to + BETWEEN;
@@ -104,16 +115,24 @@ function label(stage, angle) {
   const lines = [stage.name, `layers ${stage.layers[0]}–${stage.layers[1] - 1}`];
   const x = away * side;
   const y = -away * Math.cos(angle) + (anchor === "middle" ? 4 : -4);
-  return makeSvg("text", { class: "small", "text-anchor": anchor },
-    ...lines.map((text, index) => makeSvg("tspan", { x, y: y + 14 * index, class: index ? "dim" : "name", text })));
+  return makeSvg(
+    "text",
+    { class: "small", "text-anchor": anchor },
+    ...lines.map((text, index) =>
+      makeSvg("tspan", { x, y: y + 14 * index, class: index ? "dim" : "name", text }),
+    ),
+  );
 }
 
 function arc(from, to) {
-  const point = (angle) => `${(RADIUS * Math.sin(angle)).toFixed(2)} ${(-RADIUS * Math.cos(angle)).toFixed(2)}`;
+  const point = (angle) =>
+    `${(RADIUS * Math.sin(angle)).toFixed(2)} ${(-RADIUS * Math.cos(angle)).toFixed(2)}`;
   return `M ${point(from)} A ${RADIUS} ${RADIUS} 0 ${to - from > Math.PI ? 1 : 0} 1 ${point(to)}`;
 }
 
 function summary(ring, perSecond) {
-  const stages = ring.stages.map((stage) => `${stage.name} ${words.percent(stage.busy_share)} busy`);
+  const stages = ring.stages.map(
+    (stage) => `${stage.name} ${words.percent(stage.busy_share)} busy`,
+  );
   return `${ring.name}: ${stages.join(", ")}; ${ring.frames_in_flight} frames in flight, ${words.rate(perSecond)} a second`;
 }

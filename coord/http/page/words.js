@@ -3,13 +3,17 @@
 const THIN = "\u202f"; // narrow, and no place for a line to break
 
 export function count(value) {
-  return value === null || value === undefined ? "–" : String(value).replace(/\B(?=(\d{3})+$)/g, THIN);
+  return value === null || value === undefined
+    ? "–"
+    : String(value).replace(/\B(?=(\d{3})+$)/g, THIN);
 }
 
 export function milliseconds(value) {
   if (value === null || value === undefined) return "–";
   if (value < 10) return `${value.toFixed(1)} ms`;
-  return value < 1000 ? `${Math.round(value)} ms` : `${(value / 1000).toFixed(value < 10000 ? 2 : 1)} s`;
+  return value < 1000
+    ? `${Math.round(value)} ms`
+    : `${(value / 1000).toFixed(value < 10000 ? 2 : 1)} s`;
 }
 
 export function rate(value) {
