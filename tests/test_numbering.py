@@ -27,6 +27,35 @@ def test_numbers_of_one_life() -> None:
     assert place(4, 9) == (Arrival.GAP, 0)  # a life whose first frames were lost
 
 
+def test_a_leftover_behind_the_living_one_does_not_silence_it() -> None:
+    """Seed 2280 of the simulator: a restarted coordinator hears the restarted stage, and then a
+    reply of the stage's earlier life."""
+    numbering = Numbering()
+
+    def place(number: int, incarnation: int) -> tuple[Arrival, int]:
+        return numbering.place(Envelope("a", incarnation, number))
+
+    assert place(0, 8) == (Arrival.NEXT, 0)
+    assert place(17, 7)[0] is Arrival.GAP
+    assert place(1, 8)[0] is Arrival.STALE
+    assert place(2, 8)[0] is Arrival.STALE
+    assert place(3, 8) == (Arrival.GAP, 0)
+    assert place(4, 8) == (Arrival.NEXT, 4)
+    assert place(18, 7)[0] is Arrival.STALE
+
+
+def test_leftovers_between_the_living_one_s_frames_stay_dead() -> None:
+    numbering = Numbering()
+    numbering.place(Envelope("a", 7, 0))
+    for number in range(20):
+        assert numbering.place(Envelope("a", 8, number)) == (Arrival.NEXT, number)
+        for left in (1, 2):
+            place = numbering.place(Envelope("a", 7, 2 * number + left))
+            assert place[0] is Arrival.STALE
+    for _ in range(5):  # one that comes again and again is no voice
+        assert numbering.place(Envelope("a", 7, 9))[0] is Arrival.STALE
+
+
 def test_a_life_is_forgotten_after_eight_others() -> None:
     numbering = Numbering()
     for life in range(10):

@@ -22,6 +22,7 @@ _CROSSES: tuple[type, ...] = get_args(Wire)
 
 MAX_SENDERS = 256  # remembered per receiver; the least recently heard is forgotten first
 MAX_RETIRED = 8  # earlier incarnations remembered per sender
+REVIVE = 3  # frames in a row by which a retired incarnation shows that it lives
 
 
 class Arrival(Enum):
@@ -38,6 +39,7 @@ class _Sender:
     incarnation: int
     expected: int = 0
     retired: list[int] = field(default_factory=list)
+    voice: tuple[int, int, int] = (0, 0, 0)  # retired incarnation, its last number, how many
 
 
 class Numbering:
@@ -46,7 +48,10 @@ class Numbering:
     A sender's incarnations are random and have no order: the one that appeared last is the living
     one, and whatever its predecessors still had queued is STALE. (Their frames belong to an epoch
     that their crash ended. Two living processes under one name are a mistake: the first is cut off
-    as soon as the second speaks.) A sender that was forgotten, or an incarnation more than
+    as soon as the second speaks.) But a receiver that was itself restarted may hear the living one
+    first and then a leftover: so a retired incarnation that speaks REVIVE times, in order, while
+    its successor says nothing lives after all, and what was dropped shows as a GAP. A sender that
+    was forgotten, or an incarnation more than
     MAX_RETIRED lives old, looks new; its number then shows as a GAP, never as silence.
     """
 
@@ -65,14 +70,25 @@ class Numbering:
         self._senders[envelope.sender] = sender  # last in the dict: most recently heard
         if envelope.incarnation != sender.incarnation:
             if envelope.incarnation in sender.retired:
-                return Arrival.STALE, sender.expected
+                if not _lives(sender, envelope):
+                    return Arrival.STALE, sender.expected
+                sender.retired.remove(envelope.incarnation)
             sender.retired = [*sender.retired[1 - MAX_RETIRED :], sender.incarnation]
             sender.incarnation, sender.expected = envelope.incarnation, 0
+        sender.voice = 0, 0, 0
         expected = sender.expected
         if envelope.number < expected:
             return Arrival.DUPLICATE, expected
         sender.expected = envelope.number + 1
         return (Arrival.NEXT if envelope.number == expected else Arrival.GAP), expected
+
+
+def _lives(sender: _Sender, envelope: Envelope) -> bool:
+    """Whether a retired incarnation has spoken often enough in a row to be the living one."""
+    life, last, count = sender.voice
+    goes_on = life == envelope.incarnation and count and envelope.number > last
+    sender.voice = envelope.incarnation, envelope.number, count + 1 if goes_on else 1
+    return sender.voice[2] >= REVIVE
 
 
 @dataclass(slots=True)

@@ -147,7 +147,9 @@ class Residency:
             life.links[key] = link
         if envelope.incarnation != link.incarnation:
             if envelope.incarnation in link.retired:
-                raise Violation("R6", f"{_named(envelope)} is of an earlier life of its sender")
+                if not isinstance(frame, LinkGap):  # else it lived after all: see docs/frames.md
+                    raise Violation("R6", f"{_named(envelope)} is of an earlier life of its sender")
+                link.retired = tuple(x for x in link.retired if x != envelope.incarnation)
             link.retired = (*link.retired[1 - MAX_RETIRED :], link.incarnation)
             link.incarnation, link.expected, link.told = envelope.incarnation, 0, False
         if isinstance(frame, LinkGap):
