@@ -214,6 +214,9 @@ def spelling(
     for count, token in enumerate(tokens, 1):
         length += len(decoder.feed(tokenizer.token_bytes(token)))
         if length > len(text):
+            half = tokens[: count - 1]  # cut by a stop string where it ended in half a character
+            if len(half) > kept and tokenizer.decode(half).endswith(text):
+                kept, kept_length = len(half), len(text)
             break
         if decoder.whole:
             kept, kept_length = count, length

@@ -343,9 +343,10 @@ def test_case_12_the_next_turn_hits_all_that_was_said(stream: bool, stop: str | 
             assert cached == resident, turn
             said = ring.last_tokens
             visible = spelling(ByteTokenizer(), said, text, strip=True)
-            assert visible is not None
+            assert (visible is None) == (not text)
             # The last generated token was never an input; a stop string's are cut away.
-            resident = usage["prompt_tokens"] + min(len(said) - 1, len(visible[0]))
+            kept = 0 if visible is None else min(len(said) - 1, len(visible[0]))
+            resident = usage["prompt_tokens"] + kept
             messages += [
                 {"role": "assistant", "content": text},
                 {"role": "user", "content": f"And {turn}?"},
@@ -423,3 +424,11 @@ async def reply_of(call: Call, body: dict[str, Any]) -> tuple[str, dict[str, Any
     chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     text = "".join(c["delta"].get("content", "") for e in chunks for c in e["choices"])
     return text, chunks[-1]["usage"]
+
+
+def test_a_stop_string_behind_half_a_character_leaves_the_ids_as_they_are() -> None:
+    """The half is one token; its replacement character would be three."""
+    tokenizer = ByteTokenizer()
+    half = [*b"so ", 0xF0, 0x9F]
+    for behind in ([], [*b"#"], [*b"#", 0x98, *b"more"]):
+        assert spelling(tokenizer, [*half, *behind], "so \ufffd", strip=False) == (half, "")
