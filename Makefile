@@ -6,10 +6,13 @@
 #                             saves that on a machine without a GPU. Both builds run kvring.
 #   ARGS="--stages 2"         options for `kvring up` (make up), `kvring bench multiturn` (make bench),
 #                             pytest (make test)
+#   WORKERS=0                 test files run in so many processes at once (most of them wait for the
+#                             processes they start)
 
 PYTHON ?=
 TORCH_INDEX ?=
 ARGS ?=
+WORKERS ?= 3
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -35,7 +38,7 @@ up: setup
 	@exec $(BIN)/kvring up $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

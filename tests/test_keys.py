@@ -158,6 +158,7 @@ def test_keys_of_a_ring(folder: Path) -> None:
             "there is a 'public_key' already",
         ),
     ],
+    ids=lambda value: str(value) if type(value) is int else "",  # the keys are drawn
 )  # fmt: skip
 def test_a_mistake_is_named(
     old: str, new: str, line: int, key: str | None, message: str, folder: Path
