@@ -79,8 +79,8 @@ class CoordinatorProof:
                         self._over.add(frame.turn)
             case LinkGap():
                 for ring in self._rings.values():
-                    if frame.link == ring.answers_from:
-                        ring.lost = True
+                    if frame.link == ring.answers_from and not ring.forming:
+                        ring.lost = True  # a roll call's answer comes behind what was lost
             case RollCall():
                 self._ring(frame.ring).answered(frame)
             case Remembered():
