@@ -165,8 +165,11 @@ def test_the_image_copies_what_there_is_and_all_that_is_needed() -> None:
     kept = (DEPLOY / "Containerfile.dockerignore").read_text().splitlines()
     assert {line[1:] for line in kept if line.startswith("!")} == set(copied)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    packages = project["tool"]["setuptools"]["packages"]
-    assert {package.partition(".")[0] for package in packages} <= set(copied)
+    tops = {
+        each.removesuffix("*")
+        for each in project["tool"]["setuptools"]["packages"]["find"]["include"]
+    }
+    assert tops <= set(copied)
     assert {project["project"]["readme"], *project["project"]["license-files"]} <= set(copied)
 
 
@@ -202,3 +205,16 @@ def test_the_page_names_every_file() -> None:
     page = (ROOT / "docs" / "deploy.md").read_text()
     for path in (*UNITS, DEPLOY / "compose.yaml", DEPLOY / "ring.toml"):
         assert f"deploy/{path.name}" in page, path.name
+
+
+def test_an_installation_has_every_package() -> None:
+    """`kvring log check` once lacked its own: a list of packages was one folder behind.
+
+    All below the names that are included are found, where each folder is a package.
+    """
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    include = project["tool"]["setuptools"]["packages"]["find"]["include"]
+    assert sorted(include) == ["coord*", "pipeline*", "tools*", "transport*"]
+    for top in ("coord", "pipeline", "tools", "transport"):
+        for path in (ROOT / top).rglob("*.py"):
+            assert (path.parent / "__init__.py").is_file(), path

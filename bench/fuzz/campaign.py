@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 import tracemalloc
@@ -24,7 +25,8 @@ MEASURE_EVERY = 97  # messages of which the memory is traced: it makes them ten 
 # Of one decode, beside its bytes. A list of nils costs 8 bytes for each of its own, small objects
 # up to 64; the rest is the message of an error and what the tracer itself holds.
 BYTES_FREE, BYTES_EACH = 64 << 10, 80
-CPU_FREE_S, CPU_EACH_S = 0.5, 1e-5  # five times what a shared core, stolen from, was seen to take
+CPU_FREE_S, CPU_EACH_S = 0.05, 2e-6  # CPU time of this thread, however busy the machine
+AGAIN = 3  # a decode that took longer is timed so often again, and the least counts
 
 _REASONS = (
     ("a message of", "number of parts"),
@@ -110,6 +112,13 @@ def life(seed: str, count: int, report: Report) -> None:
     report.counts.update(world.counts)
 
 
+def _decode_s(parts: Sequence[Buffer]) -> float:
+    began = time.thread_time()
+    with contextlib.suppress(FrameError):
+        decode(parts)
+    return time.thread_time() - began
+
+
 def _decode(parts: Sequence[Buffer], way: str, report: Report, *, measure: bool) -> None:
     size = sum(len(part) for part in parts)
     if measure:
@@ -133,8 +142,12 @@ def _decode(parts: Sequence[Buffer], way: str, report: Report, *, measure: bool)
             report.worst_ratio = max(report.worst_ratio, peak / size)
         assert peak <= BYTES_FREE + BYTES_EACH * size, f"{peak} bytes for a message of {size}"
     else:
+        bound_s = CPU_FREE_S + CPU_EACH_S * size
+        for _ in range(AGAIN):
+            if took > bound_s:  # a shared core is stolen from; what decoding itself takes, it takes
+                took = min(took, _decode_s(parts))
         report.slowest_s = max(report.slowest_s, took)
-        assert took <= CPU_FREE_S + CPU_EACH_S * size, f"{took:.3f} s for a message of {size}"
+        assert took <= bound_s, f"{took:.3f} s for a message of {size}"
     if frame is not None:
         assert decode(encode(frame, envelope)) == (frame, envelope)
 
