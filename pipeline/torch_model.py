@@ -202,6 +202,7 @@ class TorchModel:
     def _load(self, source: Source) -> None:
         first, last = self._first, self._last
         total = last - first + 2
+        self._weight_bytes = self._end_bytes = 0
         shape = (self._slots, self._groups, self._capacity, self._size)
         self._layers: list[nn.Module] = []
         self._caches: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -225,7 +226,10 @@ class TorchModel:
         self._cos, self._sin = self._rotary_table(source)
 
     def _read(self, source: Source, name: str) -> torch.Tensor:
-        return source.read(name, self._dtype).to(self._device)
+        tensor = source.read(name, self._dtype).to(self._device)
+        self._weight_bytes += tensor.nbytes
+        self._end_bytes += tensor.nbytes if name in (EMBEDDING, LM_HEAD) else 0
+        return tensor
 
     def _layer(self, source: Source, index: int) -> nn.Module:
         with torch.device("meta"):
@@ -284,6 +288,8 @@ class TorchModel:
             kernel,
             2 * self._groups * self._size * self._dtype.itemsize * (self._last - self._first),
             (str(self._dtype).removeprefix("torch."), int(self._config.hidden_size)),
+            self._weight_bytes,
+            self._end_bytes,
         )
 
     # ---- one forward -----------------------------------------------------------------------------

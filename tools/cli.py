@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tools import bench, options
+from tools import bench, options, prepare
 from tools.errors import USAGE, ToolError
 from tools.framelogs import commands as framelogs
 
@@ -31,6 +31,8 @@ app = typer.Typer(
 )
 app.add_typer(bench.app, name="bench")
 app.add_typer(framelogs.app, name="log")
+app.command()(prepare.doctor)
+app.command()(prepare.plan)
 
 
 def main() -> None:

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
+from transport.machine import Look as Look
+from transport.machine import Machine as Machine
+
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
@@ -276,6 +279,23 @@ class Ping:
     seq: int
 
 
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """Goes round the ring in any epoch, and changes nothing that a turn could see.
+
+    wide: every stage connects to all others, not only to the one behind it. gaps_ns: between the
+    mark and the end of the bulk, as each stage received them.
+    """
+
+    ring: str
+    number: int
+    look: Look
+    wide: bool = False
+    machines: tuple[Machine, ...] = ()
+    gaps_ns: tuple[int, ...] = ()
+    payload: Tensor | None = None
+
+
 class StageState(StrEnum):
     """Life of a stage daemon."""
 
@@ -348,6 +368,15 @@ class Forwarded:
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """The compute thread -> stage core: that Measure's machines, and the stage's own."""
+
+    number: int
+    wide: bool
+    machines: tuple[Machine, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class LinkGap:
     """Frames of one sender (`link` is its name) were lost: `got` came, not `expected`."""
 
@@ -414,12 +443,13 @@ class Drafted:
     tokens: tuple[int, ...]
 
 
-Wire: TypeAlias = Run | Verdict | Reject | RollCall | Copy | Free | Ping | Heartbeat
+Wire: TypeAlias = Run | Verdict | Reject | RollCall | Copy | Free | Ping | Measure | Heartbeat
 Local: TypeAlias = (
     Submit
     | Cancel
     | Tick
     | Forwarded
+    | Measured
     | LinkGap
     | StageLost
     | FreeSlot

@@ -64,6 +64,7 @@ def _object(*names: str) -> dict[str, Any]:
 _ANSWER = _object("id", "object", "created", "model", "choices", "usage", "kvring")
 _SLOT = {"name": "number", "in": "path", "required": True, "schema": {"type": "integer"}}
 _RING = {"name": "ring", "in": "query", "schema": {"type": "string"}}
+_WIDE = {"name": "wide", "in": "query", "schema": {"type": "string"}}
 
 
 def _path(name: str) -> dict[str, Any]:
@@ -136,6 +137,18 @@ def document() -> dict[str, Any]:
         "/ring": {"get": _operation("stages, slots and residency", _object("rings"))},
         "/ring/events": {
             "get": _operation("the same, as it changes", text, 503, kind="text/event-stream")
+        },
+        "/ring/measure": {
+            "post": _operation(
+                "measure machines and links",
+                _object("stages", "links"),
+                400,
+                403,
+                404,
+                409,
+                503,
+                parameters=(_RING, _WIDE),
+            )
         },
         "/": {"get": _operation("the page", text, kind="text/html")},
         "/ring/slots/{number}": {
