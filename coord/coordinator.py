@@ -286,7 +286,7 @@ class Coordinator:
 
     async def measure(self, ring: str, *, wide: bool) -> dict[str, object]:
         """Measure a ring's machines and links; see coord.http.engine."""
-        found = idle_ring(self.scheduler, ring)
+        found = idle_ring(self.scheduler, ring, time.monotonic())
         security = self._trust.heads[ring] if self._trust else None
         return await self._survey.measure(found, security, wide=wide)
 

@@ -23,6 +23,7 @@ from transport.reach import round_trip
 WARM_BYTES = 1 << 10  # opens the connections, and tells the round trip without a payload
 WARM_ROUNDS = 5
 BULKS = (1 << 16, 1 << 20, 1 << 22)  # bytes; a larger one tells a fast link's rate better
+BULK_ROUNDS = 3
 ENOUGH_S = 0.2  # a bulk that took a link so long tells its rate well
 FIRST_S = 3.0  # for the first small frame to come round, and per stage 1 s more
 STAGE_S = 20.0  # for a stage's trial forwards; a frame that takes longer is a ring's end
@@ -114,20 +115,24 @@ class Survey:
         return _said(ring, machines, trip_s, began_ns, rates, trips)
 
     async def _rates(self, push: AsyncPush, ring: Ring) -> list[float]:
-        """Bits per second of every link, the coordinator's to the head first."""
-        rates: list[float] = [0.0] * (len(ring.stages) + 1)
-        most = self._limits.max_frame_bytes
-        for size in BULKS:
-            arrival = (await self._bulk(push, ring, min(size, most), MOST_S))[1]
-            gaps = [gap / 1e9 for gap in arrival.frame.gaps_ns]
-            gaps.append(arrival.at - (arrival.marked_at or arrival.at))
-            rates = [
-                min(size, most) * 8 / gap if gap > 0 else old
-                for gap, old in zip(gaps, rates, strict=True)
-            ]
-            if max(gaps) > ENOUGH_S / 4:  # the next is 4 times as large, or 16
+        """Bits per second of every link, the coordinator's to the head first.
+
+        The medians of a few: a receiver that was busy takes its mark late, or its bulk.
+        """
+        for most in BULKS:
+            size = min(most, self._limits.max_frame_bytes)
+            some = [await self._gaps(push, ring, size)]
+            if max(some[0]) > ENOUGH_S / 4:  # the next is 4 times as large, or 16
                 break
-        return rates
+        while len(some) < BULK_ROUNDS:
+            some.append(await self._gaps(push, ring, size))
+        return [size * 8 / max(1e-9, median(gaps)) for gaps in zip(*some, strict=True)]
+
+    async def _gaps(self, push: AsyncPush, ring: Ring, size: int) -> list[float]:
+        """Seconds that each link took for a bulk."""
+        arrival = (await self._bulk(push, ring, size, MOST_S))[1]
+        gaps = [gap / 1e9 for gap in arrival.frame.gaps_ns]
+        return [*gaps, arrival.at - (arrival.marked_at or arrival.at)]
 
     async def _bulk(
         self, push: AsyncPush, ring: Ring, size: int, limit_s: float

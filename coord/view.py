@@ -108,16 +108,15 @@ def describe_ring(ring: Ring, now: float) -> dict[str, object]:
     }
 
 
-def idle_ring(scheduler: Scheduler, name: str) -> RingSpec:
-    """The ring of that name, which no turn uses. Raises TurnError."""
+def idle_ring(scheduler: Scheduler, name: str, now: float) -> RingSpec:
+    """The ring of that name, whose stages are there and which no turn uses. Raises TurnError."""
     ring = scheduler.rings.get(name)
     if ring is None:
         known = ", ".join(scheduler.rings)
         raise TurnError(404, "ring_not_found", f"no ring {name!r} here, only {known}", "ring")
-    missing = [stage.name for stage in ring.spec.stages if stage.name not in ring.heartbeats]
-    if missing:
-        text = f"ring {name}: not heard of: {', '.join(missing)}"
-        raise TurnError(503, "not_ready", text)
+    missing = ring.missing(now)
+    if missing is not None:
+        raise TurnError(503, "not_ready", f"ring {name}: {missing}")
     runs = sum(isinstance(record.frame, Run) for record in ring.in_flight.values())
     turns = scheduler.running() + scheduler.waiting()
     if turns or runs:

@@ -41,6 +41,7 @@ class Answers:
     """What a ring's processes said. states: (state, detail) by stage, of those heard of."""
 
     coordinator: bool = False
+    bound: list[str] = field(default_factory=list)  # rings whose coordinator this process was
     states: dict[str, tuple[str, str]] = field(default_factory=dict)
     measured: dict[str, Measured] = field(default_factory=dict)
     checks: list[Check] = field(default_factory=list)  # what kept from asking
@@ -131,20 +132,19 @@ def _ring(
 ) -> Iterator[Check]:
     mine = [stage for ring in config.rings for stage in own_stages(ring)]
     coordinator_here = any(is_own(ring.verdicts) for ring in config.rings)
-    yield from torch_checks(sum(stage.threads for stage in mine if stage.device == "cpu") or None)
+    threads = sum(stage.threads for stage in mine if stage.device == "cpu")
+    yield from torch_checks(threads or None, [stage.device for stage in mine])
     found = model_check(config.model.path, config.model.dtype)
     yield found.check
     yield from key_checks(config, insecure=insecure)
     yield from api_checks(config.coordinator.http, api_key_file)
     answers = _ask(config, url, api_key)
     yield from answers.checks
-    answering = {f"stage {name}" for name in answers.states}
-    if answers.coordinator:
-        answering |= {f"coordinator {ring.name}" for ring in config.rings}
-    elif url is None and is_own(config.coordinator.http):
+    if not answers.coordinator and url is None and is_own(config.coordinator.http):
         yield _http(config.coordinator.http)
-    yield from place_checks(places_of(config), answering, anybody=answers.anybody)
-    yield from _states(answers)
+    answering = dict(_answering(config, answers))
+    bound = {f"coordinator {name}" for name in answers.bound}
+    yield from place_checks(places_of(config), answering, bound, anybody=answers.anybody)
     if found.need is not None:
         yield from memory_checks(mine, config.limits, found.need, tuple(answers.states))
     yield files_check(config.limits.connections if coordinator_here else None)
@@ -165,15 +165,26 @@ def _http(address: str) -> Check:
     return fail("http", f"{address}: {why.strerror or why}", advice, See.PORT)
 
 
-def _states(answers: Answers) -> Iterator[Check]:
-    for name, (state, detail) in answers.states.items():
-        what = f"state {name}"
-        if state == StageState.READY:
-            yield ok(what, "ready")
-        elif state == StageState.LOADING:
-            yield warn(what, f"loading: {detail}", "run this again when it is ready")
-        else:
-            yield fail(what, f"{state}: {detail}", "its own log says more", See.STAGE)
+def _answering(config: Config, answers: Answers) -> Iterator[tuple[str, Check]]:
+    """The line of every process that was heard of, by what it is."""
+    for ring in config.rings:
+        if answers.coordinator:
+            what = f"coordinator {ring.name}"
+            yield what, ok(what, f"{ring.verdicts} answers")
+        for stage in ring.stages:
+            if stage.name in answers.states:
+                what = f"stage {stage.name}"
+                yield what, _state(what, stage.address, *answers.states[stage.name])
+
+
+def _state(what: str, address: str, state: str, detail: str) -> Check:
+    if state == StageState.READY:
+        return ok(what, f"{address} answers, ready")
+    if state == StageState.LOADING:
+        return warn(
+            what, f"{address} answers, loading: {detail}", "run this again when it is ready"
+        )
+    return fail(what, f"{address} says {state}: {detail}", "its own log says more", See.STAGE)
 
 
 def _ask(config: Config, url: str | None, api_key: str | None) -> Answers:
@@ -207,17 +218,20 @@ def _ask_coordinator(config: Config, client: Client, missing: str) -> Answers:
             advice = "another server listens there: give --url, or stop it"
             answers.checks.append(fail(f"ring {ring.name}", text, advice, See.PORT))
             continue
-        answers.states |= _heard(served[ring.name])
+        answers.states |= _heard(served[ring.name], config.limits.lost_after_s)
         answers.checks.append(_served(served[ring.name], missing))
-        _measure(answers, client, ring)
+        if all(stage.name in answers.states for stage in ring.stages):
+            _measure(answers, client, ring)
     return answers
 
 
-def _heard(ring: Json) -> dict[str, tuple[str, str]]:
+def _heard(ring: Json, lost_after_s: float) -> dict[str, tuple[str, str]]:
+    """Stages that said something lately, or that said last that they have failed."""
     return {
         stage["name"]: (stage["state"], stage["detail"])
         for stage in ring["stages"]
-        if stage["state"] != "unknown"
+        if stage["state"] == StageState.FAILED
+        or (stage["state"] != "unknown" and stage["heartbeat_age_s"] < lost_after_s)
     }
 
 
@@ -262,6 +276,7 @@ def _join(config: Config) -> Answers:
             advice = "run this on the coordinator's machine, or give its --url"
             answers.checks.append(warn(what, str(error), advice))
             continue
+        answers.bound.append(ring.name)
         answers.states |= {
             name: (beat.state.value, beat.detail) for name, beat in heard.beats.items()
         }

@@ -34,8 +34,11 @@ def python_check() -> Check:
     return fail("python", platform.python_version(), f"kvring needs {want}")
 
 
-def torch_checks(threads: int | None) -> Iterator[Check]:
-    """Torch's version, and what it can compute on. threads: of this machine's stages together."""
+def torch_checks(threads: int | None, wanted: Sequence[str] = ()) -> Iterator[Check]:
+    """Torch's version, and what it can compute on.
+
+    threads: of this machine's stages together. wanted: the devices that ring.toml gives them.
+    """
     try:
         import torch
     except (ImportError, OSError) as error:
@@ -54,7 +57,7 @@ def torch_checks(threads: int | None) -> Iterator[Check]:
     yield ok("torch", f"{torch.__version__}, computes on {', '.join(kinds)}")
     cores = os.cpu_count() or 1
     yield _threads(threads, cores, torch.get_num_threads())
-    for kind in kinds:
+    for kind in dict.fromkeys((*kinds, *wanted)):
         yield device_check(kind)
 
 

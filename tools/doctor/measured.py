@@ -44,7 +44,7 @@ def _machine(config: Config, stage: Stage, found: Machine, first: Machine) -> Ch
         said += f"{config.limits.slots} of {config.limits.max_model_len}"
         return fail(what, said, "start it again: it was started with another file", See.WEIGHTS)
     speed = f"{found.decode_s * 1e3:.2f} ms for a row" if found.decode_s else "no room to try it"
-    said = f"layers {list(found.layers)} on {found.device}, {speed}, {found.software}"
+    said = f"layers {list(found.layers)} on {found.device}, {speed}"
     return ok(what, said)
 
 
@@ -86,7 +86,9 @@ def _weights(found: Measured) -> Iterator[Check]:
         advice = "same model file, dtype, torch and kind of processor on all machines"
         yield fail(f"weights {each.name}", said, advice, See.WEIGHTS)
     if not others:
-        yield ok("weights", f"all stages have {first.fingerprint[:12]}")
+        yield ok(
+            "weights", f"all stages have {first.fingerprint[:12]}, {first.name} {first.software}"
+        )
 
 
 def _link(config: Config, link: Link, found: Measured) -> Check:

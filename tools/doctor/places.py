@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from tools.doctor.checks import Check, See, fail, ok, warn
+from tools.doctor.checks import Check, See, fail, ok
 from transport.address import listening
 from transport.config import Config, Ring, Stage
 from transport.reach import connect, parts
@@ -99,11 +99,18 @@ def _host_port(address: str) -> tuple[str, int]:
     return "0.0.0.0" if host == "*" else host, int(port)
 
 
-def place_checks(places: list[Place], answering: set[str], *, anybody: bool) -> Iterator[Check]:
-    """A line for each address. answering: what was heard of; anybody: some process of the ring."""
+def place_checks(
+    places: list[Place], answering: dict[str, Check], bound: set[str], *, anybody: bool
+) -> Iterator[Check]:
+    """A line for each address; anybody: some process of the ring runs.
+
+    answering: the lines of what was heard of. bound: what was bound a moment ago, and so is free.
+    """
     for place in places:
         if place.what in answering:
-            yield ok(place.what, f"{place.address} answers")
+            yield answering[place.what]
+        elif place.what in bound:
+            yield ok(place.what, f"{place.listen} is free to bind")
         elif place.own:
             yield _own(place, anybody=anybody)
         else:
@@ -116,8 +123,6 @@ def _own(place: Place, *, anybody: bool) -> Check:
         return ok(place.what, f"{place.listen} is free to bind")
     if why is None:
         said = f"{place.listen}: nobody listens"
-        if place.what.startswith("coordinator"):  # this very check may be one in its place
-            return warn(place.what, said, f"start it: {place.start}", See.STAGE)
         return fail(place.what, said, f"start it: {place.start}", See.STAGE)
     if why.errno == errno.EADDRINUSE:
         said = f"{place.listen} is taken, and nothing was heard of {place.what} from there"
