@@ -1,6 +1,6 @@
 """The even split against kvring plan's, on stages throttled to speeds 1 : 2 : 4, in one run.
 
-    python -m bench.plan [--model toy|smollm2-135m] [--rounds 5] [--tokens 32] [--json FILE]
+    python -m bench.plan [--model toy|smollm2-135m] [--rounds 5] [--tokens 48] [--json FILE]
 
 Two rings of three stages run side by side on loopback links: one with the even split, one with what
 `kvring plan` made of the first by measuring it. Their stages sleep for what is missing to their
@@ -33,7 +33,7 @@ from transport.config import OFF, TOY, Config, Coordinator, Limits, Model, Ring,
 
 SPEEDS = (1, 2, 4)
 LAYERS = 30
-TURNS = 4
+TURNS = 24  # three frames of eight rows: as many as a ring of three stages holds
 PROMPT_TOKENS = 1024
 SLOWEST_MS = {TOY: 8.0}  # of a layer of the slowest stage; a real layer takes 1 to 2 ms itself
 SLOW_MS = 12.0
@@ -200,7 +200,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default=TOY)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--json", type=Path)
     wanted = parser.parse_args()
     path = (

@@ -270,6 +270,11 @@ def _join(config: Config) -> Answers:
         return answers
     for ring in config.rings:
         what = f"measure {ring.name}"
+        said = "none of its processes runs: clocks, links and speeds can't be told yet"
+        nobody = warn(what, said, "start them and run this again")
+        if all(is_own(stage.address) and taken(stage.listen) is None for stage in ring.stages):
+            answers.checks.append(nobody)
+            continue
         try:
             heard = join(config, ring, trust)
         except LinkError as error:
@@ -285,6 +290,5 @@ def _join(config: Config) -> Answers:
         elif heard.beats:
             answers.checks.append(fail(what, heard.fault, "see the lines below", See.STAGE))
         else:
-            said = "none of its processes runs: clocks, links and speeds can't be told yet"
-            answers.checks.append(warn(what, said, "start them and run this again"))
+            answers.checks.append(nobody)
     return answers

@@ -111,7 +111,7 @@ def _report(found: Measured, now: Prediction, best: Prediction) -> list[str]:
         "planned",
         "decode ms",
         "planned",
-        "chunk ms",
+        "row ms",
     ]
     measured = {block.machine.name: block for block in now.blocks}
     rows = [header, *(_row(measured[block.machine.name], block) for block in best.blocks)]
@@ -155,18 +155,18 @@ def _row(before: Block, after: Block) -> list[str]:
         f"[{after.layers[0]}, {after.layers[1]})",
         f"{before.decode_s * 1e3:.2f}",
         f"{after.decode_s * 1e3:.2f}",
-        f"{after.chunk_s * 1e3:.1f}",
+        f"{after.row_s * 1e3:.3f}",
     ]
 
 
 def _json(made: Prediction) -> dict[str, object]:
-    said = asdict(made)
+    said = {**asdict(made), "bottleneck_s": made.bottleneck_s, "fits": made.fits}
     said["blocks"] = [
         {
             "stage": block.machine.name,
             "layers": list(block.layers),
             "decode_s": block.decode_s,
-            "chunk_s": block.chunk_s,
+            "row_s": block.row_s,
             "bytes": block.bytes,
             "room_bytes": block.room,
         }

@@ -25,12 +25,12 @@ ROW_STEP = 8  # rows that cost what one costs: docs/exactness.md
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A stage with some layers: seconds of a decode frame and of a prefill chunk, and bytes."""
+    """A stage with some layers: seconds of a decode frame and of a prefill's row, and bytes."""
 
     machine: Machine
     layers: tuple[int, int]
     decode_s: float
-    chunk_s: float
+    row_s: float
     bytes: int
     room: int
 
@@ -94,8 +94,7 @@ class Costs:
         """The measured stage number `at` with layers [first, last)."""
         machine, count = self.found.machines[at], layers[1] - layers[0]
         decode_s, size = self._cost(at, count, head=layers[0] == 0, tail=layers[1] == self.layers)
-        chunk_s = count * _row_s(machine) * self.limits.chunk_tokens
-        return Block(machine, layers, decode_s, chunk_s, size, self._rooms[at])
+        return Block(machine, layers, decode_s, count * _row_s(machine), size, self._rooms[at])
 
     def _cost(self, at: int, count: int, *, head: bool, tail: bool) -> tuple[float, int]:
         """Seconds of a decode frame and bytes of a stage with so many layers."""
@@ -125,15 +124,17 @@ class Costs:
         self, blocks: tuple[Block, ...], link_s: float, transfer_s: float, chunk_transfer_s: float
     ) -> Prediction:
         times = [block.decode_s for block in blocks]
-        cycle_s, slowest_s = sum(times) + link_s, max(*times, transfer_s)
-        window = self.limits.window_frames or len(blocks) + 1 + int(link_s / slowest_s)
-        frames = min(self.turns, window)
-        steps = math.ceil(math.ceil(self.turns / frames) / ROW_STEP)
-        many_s = max(cycle_s, frames * slowest_s) * steps
+        cycle_s = sum(times) + link_s
+        # as coord.batch fills frames: turns share one while it has rows that cost nothing more
+        pipe = len(blocks) + int(link_s / max(times))
+        frames = max(1, min(math.ceil(self.turns / ROW_STEP), self.limits.window_frames or pipe))
+        more = max(0, math.ceil(self.turns / frames) - ROW_STEP)
+        full = [block.decode_s + more * block.row_s for block in blocks]
+        many_s = max(sum(full) + link_s, frames * max(*full, transfer_s))
         chunks = math.ceil(
             min(PROMPT_TOKENS, self.limits.max_model_len - 1) / self.limits.chunk_tokens
         )
-        chunk_times = [block.chunk_s for block in blocks]
+        chunk_times = [self.limits.chunk_tokens * block.row_s for block in blocks]
         end_s = blocks[-1].decode_s - blocks[-1].count * _layer_s(blocks[-1].machine)
         ttft_s = sum(chunk_times) + len(blocks) * chunk_transfer_s + link_s + end_s
         ttft_s += (chunks - 1) * max(*chunk_times, chunk_transfer_s)
