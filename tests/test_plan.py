@@ -21,15 +21,19 @@ from tools.errors import ToolError
 from tools.measuring import Link, Machine, Measured
 from tools.plan.costs import Costs
 from tools.plan.rewrite import planned, rewritten
-from tools.plan.split import split
+from tools.plan.split import quickest, split
 from transport.config import Limits, dumps, load, loads
 
 MB = 10**6
 
 
-def brute_force(costs: Sequence[Sequence[float | None]], layers: int) -> tuple[float, float] | None:
-    """The least bottleneck, and the least sum of all splits that have it."""
+Best = tuple[tuple[float, float] | None, float | None]
+
+
+def brute_force(costs: Sequence[Sequence[float | None]], layers: int) -> Best:
+    """The least bottleneck with the least sum of all splits that have it; the least sum of all."""
     best: tuple[float, float] | None = None
+    shortest: float | None = None
     for cuts in combinations(range(1, layers), len(costs) - 1):
         ends = [0, *cuts, layers]
         times = [row[ends[i + 1] - ends[i]] for i, row in enumerate(costs)]
@@ -37,7 +41,8 @@ def brute_force(costs: Sequence[Sequence[float | None]], layers: int) -> tuple[f
         if len(known) == len(times):
             made = max(known), sum(known)
             best = made if best is None else min(best, made)
-    return best
+            shortest = made[1] if shortest is None else min(shortest, made[1])
+    return best, shortest
 
 
 @st.composite
@@ -55,10 +60,14 @@ def cost_tables(draw: st.DrawFn) -> tuple[list[list[float | None]], int]:
 def test_no_split_is_better(drawn: tuple[list[list[float | None]], int]) -> None:
     costs, layers = drawn
     counts = split(costs, layers)
-    best = brute_force(costs, layers)
+    best, shortest = brute_force(costs, layers)
     if best is None:
         assert counts is None
+        assert quickest(costs, layers) is None
         return
+    alone = quickest(costs, layers)
+    assert alone is not None
+    assert sum(row[count] or 0.0 for row, count in zip(costs, alone, strict=True)) == shortest
     assert counts is not None
     assert (sum(counts), min(counts) >= 1, len(counts)) == (layers, True, len(costs))
     times = [row[count] for row, count in zip(costs, counts, strict=True)]
@@ -119,6 +128,9 @@ def test_layers_follow_speed_and_memory() -> None:
     ring = [machine(at, cut, ms) for at, (cut, ms) in enumerate(zip(cuts, (3, 1, 2), strict=True))]
     found = measured(*ring)
     assert counts(Costs(found, LIMITS, 2)) == {"s0": 2, "s1": 7, "s2": 3}
+    alone = Costs(found, LIMITS, 2, alone=True)
+    assert counts(alone) == {"s0": 1, "s1": 10, "s2": 1}, "for one turn the fastest computes most"
+    assert alone.best().one_rate > Costs(found, LIMITS, 2).best().one_rate
     # s1 has room for what it holds and one layer more: 11 MB with its rows, 5 % are spared
     full = replace(ring[1], free_bytes=100 * MB + 12 * MB)
     assert counts(Costs(measured(ring[0], full, ring[2]), LIMITS, 2))["s1"] == 5

@@ -60,6 +60,9 @@ def plan(
     turns: Annotated[
         int | None, typer.Option(min=1, max=4096, help="That decode at once [default: the slots].")
     ] = None,
+    alone: Annotated[
+        bool, typer.Option("--alone", help="For one turn at a time, not for many.")
+    ] = False,
     write: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Where the new ring.toml goes.")
     ] = None,
@@ -70,7 +73,14 @@ def plan(
 
     _check_file(ring)
     return run_plan(
-        ring=ring, name=name, url=url, api_key=api_key, turns=turns, write=write, as_json=json
+        ring=ring,
+        name=name,
+        url=url,
+        api_key=api_key,
+        turns=turns,
+        alone=alone,
+        write=write,
+        as_json=json,
     )
 
 

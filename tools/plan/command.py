@@ -27,6 +27,7 @@ def run_plan(
     url: str | None,
     api_key: str | None,
     turns: int | None,
+    alone: bool,
     write: Path | None,
     as_json: bool,
 ) -> int:
@@ -37,7 +38,7 @@ def run_plan(
         text = f"--write {write}: it is there already; only {ring} itself is written over"
         raise ToolError(text, code=USAGE)
     found = measure(config, spec, url, api_key)
-    costs = Costs(found, config.limits, turns or config.limits.slots)
+    costs = Costs(found, config.limits, turns or config.limits.slots, alone=alone)
     now = costs.predict(range(len(spec.stages)), [each.count for each in found.machines])
     assert now is not None, "the ring that was measured is connected"
     best = costs.best()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tools.errors import ToolError
 from tools.measuring import Machine, Measured
-from tools.plan.split import orders, split
+from tools.plan.split import orders, quickest, split
 from transport.config import Limits
 
 SPARE_SHARE = 0.05  # of a device's memory that a plan leaves alone
@@ -65,10 +65,13 @@ class Prediction:
 
 
 class Costs:
-    """One measured ring. turns: that decode at once, of the prediction."""
+    """One measured ring. turns: that decode at once, of the prediction.
 
-    def __init__(self, found: Measured, limits: Limits, turns: int) -> None:
-        self.found, self.limits, self.turns = found, limits, turns
+    alone: one turn at a time is what counts, so the least sum and not the least bottleneck.
+    """
+
+    def __init__(self, found: Measured, limits: Limits, turns: int, *, alone: bool = False) -> None:
+        self.found, self.limits, self.turns, self.alone = found, limits, turns, alone
         machines = found.machines
         for each in machines:
             if not each.decode_s or not each.prefill_rows:
@@ -196,7 +199,7 @@ class Costs:
         for order in orders(count):
             counts = self._split(order, known)
             made = self.predict(order, counts) if counts is not None else None
-            if made is not None and (found is None or _better(made, found)):
+            if made is not None and (found is None or self._better(made, found)):
                 found = made
         if found is None:
             need = self.layers * (self._layer_bytes + self._kv()) + self._embedding + self._lm_head
@@ -220,7 +223,8 @@ class Costs:
         if ends not in known:
             inner = [at for at in sorted(order) if at not in ends]
             line = [order[0], *inner, order[-1]] if len(order) > 1 else [order[0]]
-            counts = split([self._row(at, ends) for at in line], self.layers)
+            rows = [self._row(at, ends) for at in line]
+            counts = quickest(rows, self.layers) if self.alone else split(rows, self.layers)
             known[ends] = (
                 None if counts is None else tuple(counts[line.index(at)] for at in sorted(line))
             )
@@ -235,13 +239,14 @@ class Costs:
             row.append(cost_s if size <= self._rooms[at] else None)
         return row
 
-
-def _better(made: Prediction, found: Prediction) -> bool:
-    """A smaller bottleneck, or the same and a shorter way; by more than measurements differ."""
-    if made.bottleneck_s < found.bottleneck_s * (1 - WORTH):
-        return True
-    same = made.bottleneck_s <= found.bottleneck_s * (1 + WORTH / 10)
-    return same and 1 / made.one_rate < 1 / found.one_rate * (1 - WORTH)
+    def _better(self, made: Prediction, found: Prediction) -> bool:
+        """A smaller bottleneck, or the same and a shorter way; by more than measurements differ."""
+        shorter = made.one_rate > found.one_rate * (1 + WORTH)
+        if self.alone:
+            return shorter
+        if made.bottleneck_s < found.bottleneck_s * (1 - WORTH):
+            return True
+        return shorter and made.bottleneck_s <= found.bottleneck_s * (1 + WORTH / 10)
 
 
 def _rooms(machines: Sequence[Machine]) -> list[int]:

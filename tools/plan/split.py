@@ -1,4 +1,4 @@
-"""Owns the split of layers: by dynamic programming, the least bottleneck, then the least sum.
+"""Owns the split of layers by dynamic programming: the least bottleneck, or the least sum.
 
 Pure numbers. A stage's cost is a table by how many layers it holds, so that whatever else it holds
 (the embedding, the LM head) is the caller's, and so is what does not fit.
@@ -27,7 +27,12 @@ def split(costs: Costs, layers: int) -> tuple[int, ...] | None:
     kept = [
         [cost if cost is not None and cost <= slowest else None for cost in row] for row in costs
     ]
-    return _best(kept, layers, lambda one, other: one + other)
+    return quickest(kept, layers)
+
+
+def quickest(costs: Costs, layers: int) -> tuple[int, ...] | None:
+    """The same where only the sum counts: one frame at a time goes round the ring."""
+    return _best(costs, layers, lambda one, other: one + other)
 
 
 def _best(
