@@ -234,7 +234,7 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
 def test_a_ring_before_and_with_its_coordinator(
     fleet: Fleet, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ring = write_ring(tmp_path / "ring.toml", stages=2)
+    ring = with_keys(write_ring(tmp_path / "ring.toml", stages=2))
     for name in ring.names:
         process = fleet.stage(ring, name)
         until(f"{name} is loaded", lambda: '"event": "loaded"' in process.errors)  # noqa: B023
