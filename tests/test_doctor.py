@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import socket
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from tests.processes import Fleet, RingFile, free_ports, until, with_keys, write
 from tests.tinymodels import reference, write_directory
 from tools import cli
 from tools.doctor import command
-from tools.doctor.checks import PAGE, Check, Level, See
+from tools.doctor.checks import PAGE, Check, Level, See, show
 from tools.doctor.local import files_check, python_check
 from tools.doctor.measured import measured_checks
 from tools.doctor.need import need_of
@@ -220,6 +221,19 @@ def test_what_is_made_of_a_measurement(
 ) -> None:
     found = measured(write_ring(tmp_path / "ring.toml"), **changes)
     assert {(check.level, check.see) for check in found} == {(Level.OK, None), (level, see)}
+
+
+def test_another_ring_than_that_of_the_file(tmp_path: Path) -> None:
+    ring = write_ring(tmp_path / "ring.toml")
+    (found,) = measured(ring, name="s9")
+    assert (found.level, found.see) == (Level.FAIL, See.WEIGHTS)
+    assert "'s9'" in found.said
+
+
+def test_others_words_do_not_steer_the_terminal() -> None:
+    out = io.StringIO()
+    show([Check(Level.FAIL, "stage s0", "says failed: \033[2Jgone\nfor good")], out)
+    assert out.getvalue().splitlines()[0] == "fail  stage s0  says failed: [2Jgone for good"
 
 
 # ---- real processes ------------------------------------------------------------------------------

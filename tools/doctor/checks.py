@@ -74,7 +74,8 @@ def show(checks: Sequence[Check], stream: TextIO) -> None:
     width = max((len(check.what) for check in checks), default=0)
     for check in checks:
         level = paint(f"{check.level:<5}", STYLES[check.level], stream)
-        text = " ".join(check.text().split())
+        shown = "".join(c if c.isprintable() else " " for c in check.text())  # others' words, too
+        text = " ".join(shown.split())
         stream.write(f"{level} {check.what:<{width}}  {text}\n")
     stream.write(f"{verdict(checks)}\n")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tools.client import Client, Json, ServerError
@@ -136,6 +136,9 @@ def _ring(
     yield from torch_checks(threads or None, [stage.device for stage in mine])
     found = model_check(config.model.path, config.model.dtype)
     yield found.check
+    if config.coordinator.draft_model is not None and coordinator_here:
+        draft = model_check(config.coordinator.draft_model, config.model.dtype).check
+        yield replace(draft, what="draft model")
     yield from key_checks(config, insecure=insecure)
     yield from api_checks(config.coordinator.http, api_key_file)
     answers = _ask(config, url, api_key)

@@ -17,6 +17,13 @@ LEFT_SHARE = 0.02  # of a device's memory that should be left beside weights and
 
 def measured_checks(config: Config, ring: Ring, found: Measured) -> Iterator[Check]:
     """A line for each stage, its memory, its clock, and each link of the ring."""
+    names = [stage.name for stage in ring.stages]
+    if [machine.name for machine in found.machines] != names:
+        said = (
+            f"its stages are {[each.name for each in found.machines]}, and ring.toml says {names}"
+        )
+        yield fail(f"ring {ring.name}", said, "copy ring.toml to all machines", See.WEIGHTS)
+        return
     for stage, machine in zip(ring.stages, found.machines, strict=True):
         yield _machine(config, stage, machine, found.machines[0])
         yield _memory(machine)
