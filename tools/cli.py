@@ -31,8 +31,6 @@ app = typer.Typer(
 )
 app.add_typer(bench.app, name="bench")
 app.add_typer(framelogs.app, name="log")
-app.command()(prepare.doctor)
-app.command()(prepare.plan)
 
 
 def main() -> None:
@@ -254,6 +252,10 @@ def status(
             ring=ring,
         )
     )
+
+
+app.command()(prepare.doctor)
+app.command()(prepare.plan)
 
 
 @app.command()
