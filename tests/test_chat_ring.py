@@ -51,7 +51,7 @@ def test_up_shows_its_stages_load_and_then_what_the_ring_does(up: tuple[Screen, 
         assert re.search(stage, before), before
     assert "\x1b[1A" in screen.raw, "lines are rewritten in place"
     screen.wait_for(r"idle · 0 turns active")
-    stream(url, "hello", 1500)
+    stream(url, "hello", 400)
     screen.wait_for(r"[1-9][\d.]* tokens/s")
     screen.wait_for(r"[1-4] of 4 slots used · [\d,]+ rows resident \(\d+%\)")
     screen.wait_for(r"busy s0 .{6} \d+% · s1 .{6} \d+%")

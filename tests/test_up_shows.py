@@ -39,13 +39,14 @@ def test_a_line_for_each_stage_says_what_it_does() -> None:
     assert shown(said, 60) == [
         "  s0  layers 0-9    ready                             512 MB",
         f"  s1  layers 10-19  30% {detail}  290 MB",
-        "  4.2 s  ring0: s1 loads",
+        "  4.2 s  1 of 2 stages ready",
     ]
     wide = shown(said, 90)
     assert wide[0].split() == ["s0", "layers", "0-9", "━" * 20, "ready", "512", "MB"]
     assert wide[1].split()[3] == "━" * 6
+    assert shown(loads(state="ready"), 60)[2] == "  4.2 s  ring0: s1 loads"
     assert shown(None, 60)[0].split() == ["s0", "layers", "0-9", "starting"]
-    assert shown(None, 60)[2] == "  4.2 s  coordinator: starting"
+    assert shown(None, 60)[2] == "  4.2 s  the coordinator starts"
     assert (
         "no\ufffd[2Jsuch file" in shown(loads(state="failed", detail="no\x1b[2Jsuch file"), 60)[1]
     )

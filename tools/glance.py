@@ -50,7 +50,7 @@ def glancing(client: Client, stream: TextIO) -> Iterator[Callable[[], None]]:
             else:
                 rate.note(time.monotonic(), counted.get("generation_tokens", 0.0))
                 now = shown = lines(ring, counted, rate.per_s, painted)
-            show(laid_out(now, width(stream)))
+            show(laid_out(["", *now], width(stream)))
 
         yield look
 

@@ -23,6 +23,18 @@ STATE_STYLES = {"ready": "green", "failed": "red"}
 
 
 @contextmanager
+def opening(model: str, stream: TextIO) -> Iterator[None]:
+    """Before there is anything to tell of, in place only."""
+    line = ProgressLine(stream)
+    if in_place(stream):
+        line.show(f"  opening {printable(model)}")
+    try:
+        yield
+    finally:
+        line.close()
+
+
+@contextmanager
 def loading(rings: Sequence[Ring], stream: TextIO) -> Iterator[Callable[[Readiness | None], None]]:
     """Call with what the coordinator says, again and again; None while it does not answer.
 
@@ -58,19 +70,24 @@ def lines(
     rows.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
     rows.add_column(no_wrap=True, justify="right", style="dim")
     body = {} if said is None else said.body
+    loaded = 0
     for ring in rings:
         told = body.get(ring.name)
         for stage in ring.stages:
             beat = told.get(stage.name, {}) if isinstance(told, dict) else {}
+            loaded += beat.get("state") == "ready"
             cells = _stage(beat, wide=columns >= WIDE)
             layers = f"layers {stage.layers[0]}-{stage.layers[1] - 1}"
             rss = integer(beat.get("rss_bytes"))
             memory = "" if rss is None else f"{rss / 1e6:,.0f} MB"
             rows.add_row(f"  {stage.name}", layers, *cells, memory)
+    stages = sum(len(ring.stages) for ring in rings)
     if said is None:
-        awaited = "coordinator: starting"
-    else:
+        awaited = "the coordinator starts"
+    elif said.ready or loaded == stages:
         awaited = "ready" if said.ready else printable(said.detail)
+    else:
+        awaited = f"{loaded} of {stages} stages ready"
     text = f"  {spent_s:.1f} s  {awaited}"
     return Group(rows, Text(text, style="dim", no_wrap=True, overflow="ellipsis"))
 

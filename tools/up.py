@@ -23,7 +23,7 @@ from types import FrameType
 from tools.client import Client
 from tools.errors import USAGE, ToolError
 from tools.glance import glancing
-from tools.loading import loading
+from tools.loading import loading, opening
 from tools.pull import resolve_model
 from tools.security import check_http
 from tools.serve import listen
@@ -153,7 +153,8 @@ def run_up(**options: object) -> int:
     interrupts = _Interrupts()
     failed = True
     try:
-        config = _plan(wanted, folder)
+        with opening(wanted.model, sys.stderr):  # the libraries alone take seconds
+            config = _plan(wanted, folder)
         file = folder / "ring.toml"
         file.write_text(_checked(dumps(config), folder))
         _start(wanted, config, file, children, interrupts)
