@@ -139,6 +139,14 @@ def test_ctrl_c_cuts_a_stream_of_a_server_without_cancel(fake: FakeServer, tmp_p
         assert screen.process.poll() is None
         time.sleep(0.3)  # readline shows its prompt a moment before it can be interrupted
         screen.press(CTRL_C)
+        screen.wait_for("Ctrl-C again(?s:.*)> ")
+        time.sleep(0.3)
+        screen.press("half a sent")
+        screen.wait_for("half a sent")
+        screen.press(CTRL_C)  # empties the line, and does not count
+        screen.wait_for("> ")
+        time.sleep(0.3)
+        screen.press(CTRL_C)
         screen.wait_for("Ctrl-C again")
         time.sleep(0.3)
         screen.press(CTRL_C)

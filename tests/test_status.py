@@ -140,6 +140,13 @@ def test_missing_and_odd_values_are_dashes() -> None:
     assert "ring - · - · epoch - · - · reuse -" in text
 
 
+def test_a_narrow_terminal_gets_short_bars_and_no_addresses() -> None:
+    lines = render(RING, Readiness(True, "", None), plain, narrow=True)
+    assert "tcp://" not in "\n".join(lines)
+    assert lines[-2] == "  0     ████····  2,048/4,096  17    0 s   -     -"
+    assert max(map(len, lines[3:])) <= 72
+
+
 def test_bar_shows_any_row_and_is_full_only_at_capacity() -> None:
     assert bar(0, 4096).count("█") == 0
     assert bar(1, 4096).count("█") == 1

@@ -10,6 +10,7 @@ import io
 import signal
 import sys
 import termios
+import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -34,11 +35,12 @@ from tools.turns import WIDE, cost, table
 
 STOP_S = 2.0  # for the server to end a stopped reply with its numbers; then the stream is cut
 INTERRUPTED = 130
-TITLE = 60  # characters of a message in a list
-KEYS = """\
-Alt-Enter, or \\ at the end of a line, goes on in the next line; pasted lines are one message.
-Up and Ctrl-R find earlier messages. Ctrl-C stops a reply; at the prompt, twice, it leaves.
-A message that begins with / needs a space in front of it."""
+TITLE = 40  # characters of a message within a line
+KEYS = (
+    "Alt-Enter, or \\ at a line's end, goes on in the next line; pasted lines are one message.",
+    "Up and Ctrl-R find earlier messages. Ctrl-C stops a reply; at the prompt, twice, it leaves.",
+    "A message that begins with / needs a space in front of it.",
+)
 
 
 def run_chat(
@@ -99,11 +101,13 @@ class _Chat:
         self._left: Conversation | None = None
         self._commands = {
             "/new": _Command("", "begin a new conversation", self._new),
-            "/fork": _Command("[N]", "go on behind turn N in a new one; list turns", self._fork),
+            "/fork": _Command(
+                "[N]", "go on behind turn N in a new one; which there are", self._fork
+            ),
             "/back": _Command("", "to the conversation that /new or /fork left", self._back),
             "/retry": _Command("", "ask again for the last reply", self._retry),
             "/stats": _Command("", "what each turn cost", self._stats),
-            "/help": _Command("", "this", self._help),
+            "/help": _Command("", "this list", self._help),
             "/quit": _Command("", "leave; so does Ctrl-D", lambda _: False),
         }
 
@@ -126,10 +130,11 @@ class _Chat:
                     return 0
             except KeyboardInterrupt:
                 print()
-                if interrupted:
+                if interrupted and not typist.emptied:
                     return INTERRUPTED
-                interrupted = True
-                _note("Ctrl-C again, Ctrl-D or /quit leaves")
+                interrupted = not typist.emptied
+                if interrupted:
+                    _note("Ctrl-C again, Ctrl-D or /quit leaves")
             except ToolError as error:
                 self._explain(error)
 
@@ -188,7 +193,7 @@ class _Chat:
 
     def _list(self) -> None:
         for number, turn in enumerate(self._now.turns, 1):
-            print(f"{number:4}  {_title(turn.said)}")
+            print(f"{number:4}  {_title(turn.said, width(sys.stdout) - 8)}")
         if self._now.turns:
             _note("/fork N goes on behind turn N; 0: before the first")
         else:
@@ -200,7 +205,7 @@ class _Chat:
             return True
         self._go(self._left)
         turns = self._now.turns
-        last = f"; you last said: {_title(turns[-1].said)}" if turns else ""
+        last = f"; you last said: {_title(turns[-1].said, TITLE)}" if turns else ""
         _note(f"back, behind turn {len(turns)}{last}")
         return True
 
@@ -236,7 +241,8 @@ class _Chat:
     def _help(self, _: str) -> bool:
         for name, command in self._commands.items():
             print(f"{f'{name} {command.argument}':11} {command.text}")
-        print(KEYS)
+        for text in KEYS:
+            print(textwrap.fill(text, width(sys.stdout) - 1))
         return True
 
     # ---- a turn ----------------------------------------------------------------------------------
@@ -257,6 +263,7 @@ class _Chat:
         if _is_person():
             if answered:
                 _note(*cost(reply))
+                print()
             else:
                 _note("stopped before a reply came; /retry asks again")
         elif reply.stopped:
@@ -362,10 +369,9 @@ def _unechoed() -> Iterator[None]:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
 
-def _title(said: str) -> str:
+def _title(said: str, room: int) -> str:
     """The first words of a message, on one line."""
-    line = " ".join(printable(said).split())
-    return line if len(line) <= TITLE else f"{line[: TITLE - 1]}…"
+    return textwrap.shorten(printable(said), room, placeholder=" …")
 
 
 def _note(*parts: str) -> None:

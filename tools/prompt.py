@@ -93,11 +93,15 @@ def _entries(lines: Sequence[str]) -> list[str]:
 
 
 class Typist:
-    """A person at a terminal: a prompt, editing, history, commands completed with Tab."""
+    """A person at a terminal: a prompt, editing, history, commands completed with Tab.
+
+    emptied: the Ctrl-C that ended `read` took something away that had been typed.
+    """
 
     def __init__(self, history: History, commands: Sequence[str]) -> None:
         self._history = history
         self._commands = commands
+        self.emptied = False
         self._readline = _readline()
         if self._readline is not None:
             self._set_up(self._readline)
@@ -108,6 +112,7 @@ class Typist:
         KeyboardInterrupt: Ctrl-C was pressed, and what was typed is gone.
         """
         lines: list[str] = []
+        self.emptied = False
         while True:
             try:
                 line = input(self._prompt("… " if lines else "> "))
@@ -115,6 +120,10 @@ class Typist:
                 if not lines:
                     return None
                 line = ""
+            except KeyboardInterrupt:
+                typed = self._readline.get_line_buffer() if self._readline is not None else ""
+                self.emptied = bool(lines or typed)
+                raise
             lines.append(line.removesuffix("\\"))
             if not line.endswith("\\"):
                 break

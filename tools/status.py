@@ -34,7 +34,7 @@ STATE_STYLES = {
     "probing": "yellow",
 }
 PATIENCE_S = 5.0  # for an answer to one look of --watch
-NARROW = 80  # columns; with fewer bars are short
+NARROW = 80  # columns; with fewer, bars are short and addresses left out
 NARROW_BAR_CELLS = 8
 
 if TYPE_CHECKING:
@@ -140,15 +140,15 @@ class _InPlace:
     def __call__(self, readiness: Readiness | None, body: Json, trouble: str) -> None:
         """Draw it."""
         columns, now = width(sys.stdout), time.monotonic()
-        cells = NARROW_BAR_CELLS if columns < NARROW else BAR_CELLS
+        narrow = columns < NARROW
         if readiness is not None:
             self._readiness, self._body, self._heard_at = readiness, body, now
-            lines = render(body, readiness, painted, cells)
+            lines = render(body, readiness, painted, narrow=narrow)
         else:
             lines = [painted(printable(trouble), "red")]
             if self._heard_at is not None:
                 lines.append(f"waiting for it; {_duration(now - self._heard_at)} ago it said:")
-                last = render(self._body, self._readiness, lambda text, _: text, cells)
+                last = render(self._body, self._readiness, lambda text, _: text, narrow=narrow)
                 lines += ["", *(painted(line, "dim") for line in last)]
         self._draw(laid_out(lines, columns))
 
@@ -156,7 +156,9 @@ class _InPlace:
 # ---- as text -----------------------------------------------------------------------------------
 
 
-def render(body: Json, readiness: Readiness, painter: Painter, cells: int = BAR_CELLS) -> list[str]:
+def render(
+    body: Json, readiness: Readiness, painter: Painter, *, narrow: bool = False
+) -> list[str]:
     """The lines of text; whatever the server leaves out is shown as "-"."""
     turns = _object(body.get("turns"))
     state = painter("ready", "green") if readiness.ready else painter("not ready", "yellow")
@@ -172,11 +174,11 @@ def render(body: Json, readiness: Readiness, painter: Painter, cells: int = BAR_
     if not readiness.ready:
         lines.append(painter(f"  {readiness}", "yellow"))
     for ring in _objects(body.get("rings")):
-        lines += ["", *_ring(ring, painter, cells)]
+        lines += ["", *_ring(ring, painter, narrow=narrow)]
     return lines
 
 
-def _ring(ring: Json, painter: Painter, cells: int) -> list[str]:
+def _ring(ring: Json, painter: Painter, *, narrow: bool) -> list[str]:
     frames = f"{_count(ring.get('frames_in_flight'))}/{_count(ring.get('window_frames'))}"
     parts = [
         f"ring {_text(ring.get('name'))}",
@@ -194,9 +196,12 @@ def _ring(ring: Json, painter: Painter, cells: int) -> list[str]:
     stages = _objects(ring.get("stages"))
     if stages:
         header = ["stage", "layers", "state", "pid", "memory", "busy", "heard", "address"]
-        lines += _table(header, [_stage(stage) for stage in stages], stages, painter)
+        columns = len(header) - narrow  # without the address
+        told = [_stage(stage)[:columns] for stage in stages]
+        lines += _table(header[:columns], told, stages, painter)
     slots = _objects(ring.get("slots"))
     if slots:
+        cells = NARROW_BAR_CELLS if narrow else BAR_CELLS
         header = ["slot", "resident", "", "turn", "idle", "kept", "session"]
         lines += _table(header, [_slot(slot, cells) for slot in slots], slots, painter)
     lines += _parked(ring, painter)
