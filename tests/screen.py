@@ -23,6 +23,11 @@ OWN = (
     "import fcntl, os, sys, termios; fcntl.ioctl(1, termios.TIOCSCTTY, 0); "
     "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 )
+# As a shell's `&` does: another process group than the terminal's own.
+BACKGROUND = (
+    "import fcntl, subprocess, sys, termios; fcntl.ioctl(1, termios.TIOCSCTTY, 0); "
+    "sys.exit(subprocess.call([sys.executable, *sys.argv[1:]], process_group=0))"
+)
 ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 
 ENTER, ALT_ENTER, UP, CTRL_C, CTRL_D = "\r", "\x1b\r", "\x1b[A", "\x03", "\x04"
@@ -87,16 +92,16 @@ class Screen:
 
 @contextmanager
 def terminal(
-    *arguments: str, state: Path, columns: int = 80, stdin: int | None = None
+    *arguments: str, state: Path, columns: int = 80, stdin: int | None = None, start: str = OWN
 ) -> Iterator[Screen]:
     """Run `kvring ARGUMENTS` in a terminal of that width; state: where its history is kept.
 
-    stdin: something else to read from.
+    stdin: something else to read from. start: OWN or BACKGROUND.
     """
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     process = subprocess.Popen(
-        [sys.executable, "-c", OWN, "-m", "tools.cli", *arguments],
+        [sys.executable, "-c", start, "-m", "tools.cli", *arguments],
         stdin=slave if stdin is None else stdin,
         stdout=slave,
         stderr=slave,

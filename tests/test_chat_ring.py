@@ -89,7 +89,7 @@ def test_pasted_lines_are_one_message_and_a_fork_keeps_the_prefix_warm(
         screen.press(f"/back{ENTER}")
         screen.wait_for("back, behind turn 2; you last said: second message")
         screen.press(f"/nonsense{ENTER}")
-        screen.wait_for("/nonsense: no such command; /help lists them")
+        screen.wait_for("/nonsense: no such command; see /help")
         screen.press(f"/quit{ENTER}")
         assert screen.wait() == 0
 

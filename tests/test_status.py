@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakeserver import RING, FakeServer, serve
-from tests.screen import CTRL_C, terminal
+from tests.screen import BACKGROUND, CTRL_C, terminal
 from tools import cli
 from tools.client import Client, Json, Readiness
 from tools.status import BAR_CELLS, bar, render
@@ -103,6 +103,14 @@ def test_watching_into_a_pipe_prints_again_and_again(fake: FakeServer) -> None:
         assert (process.returncode, errors) == (0, "")
         assert sum(line.startswith(first) for line in seen) >= 2
         assert "\x1b" not in "".join(seen) + rest
+
+
+def test_in_the_background_nothing_is_rewritten(fake: FakeServer, tmp_path: Path) -> None:
+    """Someone types in that terminal."""
+    options = ("status", "--url", fake.url, "-w", "0.1")
+    with terminal(*options, state=tmp_path, start=BACKGROUND) as screen:
+        screen.wait_for("(?s)fake · ready.*fake · ready")
+    assert "\x1b" not in screen.raw
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from types import FrameType
 from tools.client import Client, Json, Readiness, Reply, ServerError
 from tools.conversation import Conversation, turn_number
 from tools.errors import RUNTIME, ToolError
-from tools.prompt import History, Pipe, Typist, history_file
+from tools.prompt import History, Pipe, Typist, history_file, is_command
 from tools.terminal import (
     SEPARATOR,
     Flow,
@@ -156,14 +156,14 @@ class _Chat:
         """A command or a message; False to leave."""
         if not said.strip():
             return True
-        if not said.startswith("/") or "\n" in said:
+        if not is_command(said):
             self._say(said)
             return True
         name, _, argument = said.strip().partition(" ")
         name = {"/exit": "/quit"}.get(name, name)
         command = self._commands.get(name)
         if command is None:
-            print(f"{printable(name)}: no such command; /help lists them")
+            print(f"{printable(name)}: no such command; see /help, or put a space in front")
             return True
         if argument and not command.argument:
             print(f"{name} takes no argument")

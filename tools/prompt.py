@@ -15,14 +15,17 @@ from types import ModuleType
 from typing import TextIO
 
 KEPT = 1000  # messages in the history; the file may grow to twice as many before it is cut
+PASTE = "set enable-bracketed-paste on"  # pasted text is one piece, line ends and all
 BINDINGS = (
-    # pasted text is one piece, line ends and all, until Enter; and it is not shown in reverse
-    "set enable-bracketed-paste on",
-    "set enable-active-region off",
+    "set enable-active-region off",  # which would show it in reverse
     r'"\e\C-m": "\C-v\C-j"',  # Alt-Enter puts in a line end
-    "set colored-completion-prefix off",
     "tab: complete",
 )
+
+
+def is_command(text: str) -> bool:
+    """Whether it is one, and no message. With a space in front it is a message."""
+    return text.startswith("/") and "\n" not in text
 
 
 def history_file() -> Path:
@@ -129,7 +132,8 @@ class Typist:
                 break
         text = "\n".join(lines)
         if text.strip():
-            self._history.add(text)
+            if not is_command(text):  # those are of no use to another run
+                self._history.add(text)
             if self._readline is not None:
                 self._readline.add_history(text)
         return text
@@ -148,7 +152,8 @@ class Typist:
         if "libedit" in (readline.__doc__ or ""):  # macOS; it pastes line by line
             readline.parse_and_bind("bind ^I rl_complete")
         else:
-            for line in BINDINGS:
+            dumb = os.environ.get("TERM") == "dumb"
+            for line in BINDINGS if dumb else (PASTE, *BINDINGS):
                 readline.parse_and_bind(line)
         readline.set_completer_delims("\n")
         readline.set_completer(self._complete)

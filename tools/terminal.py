@@ -29,8 +29,16 @@ def painted(text: str, style: str) -> str:
 
 
 def in_place(stream: TextIO) -> bool:
-    """Whether what was written there can be rewritten: a terminal, and not the dumbest kind."""
-    return stream.isatty() and os.environ.get("TERM") != "dumb"
+    """Whether what was written there can be rewritten: a terminal, and ours at this moment.
+
+    Not of a program in the background: someone types there.
+    """
+    if not stream.isatty() or os.environ.get("TERM") == "dumb":
+        return False
+    try:
+        return os.tcgetpgrp(stream.fileno()) == os.getpgrp()
+    except OSError:  # nobody's terminal but ours
+        return True
 
 
 def width(stream: TextIO) -> int:
@@ -83,7 +91,7 @@ def region(stream: TextIO, *, leave: bool) -> Iterator[Callable[[RenderableType]
         redirect_stderr=False,
     )
     with live:
-        yield lambda lines: live.update(lines, refresh=True)
+        yield lambda lines: live.update(lines, refresh=in_place(stream))
 
 
 def wrapped(line: str, columns: int) -> list[str]:
