@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import fcntl
 import os
 import pty
@@ -83,10 +84,11 @@ class Screen:
         return self.process.wait(PATIENCE_S)
 
     def _follow(self) -> None:
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
         with suppress(OSError):  # the last one who had the terminal open is gone
             while data := os.read(self._master, 65536):
                 with self._changed:
-                    self._raw += data.decode(errors="replace")
+                    self._raw += decoder.decode(data)
                     self._changed.notify_all()
 
 
@@ -114,7 +116,7 @@ def terminal(
         yield Screen(process, master)
     finally:
         if process.poll() is None:
-            process.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(10)
         process.kill()

@@ -73,7 +73,7 @@ def test_commands(
         "turn cached prefilled first token tokens/s drafts reuse ended",
         "1 0 1 1.5 ms 123 -",
         "2 1 2 1.5 ms 123 3/4 at 1: another text stands there",
-        "all 1 3 25% cached",
+        "all 1 (25%) 3",
     ]
     assert "/fork x: no such turn; there is turns 1 to 2" in out
     assert "Ctrl-C stops a reply" in out
@@ -161,12 +161,12 @@ def test_a_lost_server_costs_no_word(tmp_path: Path) -> None:
         fake.error_after = 1
         screen.press(f"two{ENTER}")
         screen.wait_for(
-            "kvring: the server ended the reply: ring lost .*nothing said is lost: /retry"
+            r"kvring: the server ended the reply: ring lost\s\(nothing said is\s+lost: /retry"
         )
         port = fake.port
         fake.stop()
         screen.press(f"/retry{ENTER}")
-        screen.wait_for("kvring: no server at .*/retry asks")
+        screen.wait_for("(?s)kvring: no server at .*/retry asks")
         with serve(port) as again:
             screen.press(f"/retry{ENTER}")
             screen.wait_for("prefilled")

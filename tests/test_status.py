@@ -97,11 +97,13 @@ def test_watching_into_a_pipe_prints_again_and_again(fake: FakeServer) -> None:
         with subprocess.Popen([*command, *option], stdout=pipe, stderr=pipe, text=True) as process:
             assert process.stdout is not None
             assert process.stderr is not None
-            seen = [process.stdout.readline() for _ in range(30)]
+            seen: list[str] = []
+            while sum(line.startswith(first) for line in seen) < 2:
+                seen.append(process.stdout.readline())
+                assert seen[-1]
             process.send_signal(signal.SIGINT)
             rest, errors = process.stdout.read(), process.stderr.read()
         assert (process.returncode, errors) == (0, "")
-        assert sum(line.startswith(first) for line in seen) >= 2
         assert "\x1b" not in "".join(seen) + rest
 
 

@@ -305,6 +305,8 @@ class _Chat:
             hint = "nothing said is lost: /retry asks again"
         hint = hint if _is_person() else ""
         text = f"kvring: {printable(error.message)}{f' ({hint})' if hint else ''}"
+        if _is_person():
+            text = textwrap.fill(text, width(sys.stdout) - 1)
         print(paint(text, "red", sys.stderr), file=sys.stderr, flush=True)
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 BAR_COLUMNS = 20
 WIDE = 76  # columns of a terminal from which there is room for bars
+WIDEST = 100  # columns that are used
 STATE_STYLES = {"ready": "green", "failed": "red"}
 
 
@@ -62,7 +63,8 @@ def lines(
     from rich.table import Table
     from rich.text import Text
 
-    rows = Table.grid(padding=(0, 2, 0, 0), expand=True)
+    rows = Table.grid(padding=(0, 2, 0, 0))
+    rows.width = min(columns, WIDEST)
     rows.add_column(no_wrap=True)
     rows.add_column(no_wrap=True, style="dim")
     if columns >= WIDE:

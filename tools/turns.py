@@ -58,7 +58,7 @@ def table(turns: Sequence[Turn], columns: int) -> Table:
     made.show_footer = len(turns) > 1
     cached = sum(turn.reply.cached or 0 for turn in turns)
     prefilled = sum(turn.reply.prefilled or 0 for turn in turns)
-    footers = ("all", _count(cached), _count(prefilled), _saved(cached, prefilled), "", "")
+    footers = ("all", _share(cached, prefilled), _count(prefilled), "", "", "")
     for name, footer in zip(COLUMNS, footers, strict=True):
         made.add_column(name, footer, justify="right", no_wrap=True)
     wide = columns >= WIDE
@@ -78,9 +78,9 @@ def table(turns: Sequence[Turn], columns: int) -> Table:
     return made
 
 
-def _saved(cached: int, prefilled: int) -> str:
+def _share(cached: int, prefilled: int) -> str:
     total = cached + prefilled
-    return f"{cached / total:.0%} cached" if total else ""
+    return f"{_count(cached)} ({cached / total:.0%})" if total else "-"
 
 
 def _first(reply: Reply) -> str:
