@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import subprocess
 import sys
@@ -232,3 +233,8 @@ def test_the_history_survives_what_may_happen_to_its_file(tmp_path: Path) -> Non
     nowhere.add("kept for this run")
     assert nowhere.entries == ["kept for this run"]
     assert str(nowhere.trouble).startswith(str(file))
+    os.mkfifo(tmp_path / "fifo")
+    assert str(History(tmp_path / "fifo").trouble).endswith("fifo: no regular file")
+    homeless = History(None)
+    homeless.add("kept for this run")
+    assert (homeless.entries, homeless.trouble) == (nowhere.entries, "there is no home directory")

@@ -101,9 +101,7 @@ class _Chat:
         self._left: Conversation | None = None
         self._commands = {
             "/new": _Command("", "begin a new conversation", self._new),
-            "/fork": _Command(
-                "[N]", "go on behind turn N in a new one; which there are", self._fork
-            ),
+            "/fork": _Command("[N]", "go on behind turn N in a new one; no N: list", self._fork),
             "/back": _Command("", "to the conversation that /new or /fork left", self._back),
             "/retry": _Command("", "ask again for the last reply", self._retry),
             "/stats": _Command("", "what each turn cost", self._stats),

@@ -28,10 +28,13 @@ def is_command(text: str) -> bool:
     return text.startswith("/") and "\n" not in text
 
 
-def history_file() -> Path:
+def history_file() -> Path | None:
     """Where the history is: below XDG_STATE_HOME, by its standard ~/.local/state."""
     base = os.environ.get("XDG_STATE_HOME", "")
-    state = Path(base) if os.path.isabs(base) else Path("~/.local/state").expanduser()
+    try:
+        state = Path(base) if os.path.isabs(base) else Path.home() / ".local" / "state"
+    except RuntimeError:
+        return None  # a user without a home
     return state / "kvring" / "chat-history"
 
 
@@ -41,12 +44,17 @@ class History:
     trouble: why nothing is kept, or None. Several chats may write at once.
     """
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self.trouble: str | None = None
+    def __init__(self, file: Path | None) -> None:
+        self._file = file or Path()
+        self.trouble = None if file else "there is no home directory"
         self.entries: list[str] = []
+        if file is None:
+            return
         try:
             file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if file.exists() and not file.is_file():  # a link to /dev/null, say
+                self.trouble = f"{file}: no regular file"
+                return
             self._open().close()
             lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
             self.entries = _entries(lines)[-KEPT:]

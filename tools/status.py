@@ -20,6 +20,7 @@ from tools.terminal import (
     printable,
     region,
     width,
+    wrapped,
 )
 
 NOT_READY = 3  # exit code: the server answers but has no ring to run a turn on
@@ -71,9 +72,10 @@ def run_status(
     if as_json:
         print(json.dumps(body, indent=2, ensure_ascii=False))
     else:
-        print(
-            "\n".join(render(body, readiness, lambda text, style: paint(text, style, sys.stdout)))
-        )
+        lines = render(body, readiness, lambda text, style: paint(text, style, sys.stdout))
+        for line in lines:
+            breaks = in_place(sys.stdout) and not line.startswith("  ")
+            print("\n".join(wrapped(line, width(sys.stdout)) if breaks else [line]))
     return 0 if readiness.ready else NOT_READY
 
 
