@@ -26,7 +26,8 @@ OWN = (
 )
 # As a shell's `&` does: another process group than the terminal's own.
 BACKGROUND = (
-    "import fcntl, subprocess, sys, termios; fcntl.ioctl(1, termios.TIOCSCTTY, 0); "
+    "import fcntl, signal, subprocess, sys, termios; fcntl.ioctl(1, termios.TIOCSCTTY, 0); "
+    "signal.signal(signal.SIGTERM, signal.default_int_handler); "  # call ends the other, too
     "sys.exit(subprocess.call([sys.executable, *sys.argv[1:]], process_group=0))"
 )
 ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")

@@ -302,7 +302,7 @@ class _Chat:
         elif self._now.unanswered is not None:
             hint = "nothing said is lost: /retry asks again"
         hint = hint if _is_person() else ""
-        text = f"kvring: {printable(error.message)}{f' ({hint})' if hint else ''}"
+        text = f"kvring: {printable(error.told)}{f'; {hint}' if hint else ''}"
         if _is_person():
             text = textwrap.fill(text, width(sys.stdout) - 1)
         print(paint(text, "red", sys.stderr), file=sys.stderr, flush=True)

@@ -46,7 +46,7 @@ def glancing(client: Client, stream: TextIO) -> Iterator[Callable[[], None]]:
                 ring = client.get("/ring", PATIENCE_S)
                 counted = totals(client.text("/metrics", PATIENCE_S))
             except ToolError as error:
-                now = [painted(printable(error.message), "red"), *shown]
+                now = [painted(printable(error.told), "red"), *shown]
             else:
                 rate.note(time.monotonic(), counted.get("generation_tokens", 0.0))
                 now = shown = lines(ring, counted, rate.per_s, painted)

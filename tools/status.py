@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from coord.help import pointed
 from tools.client import Client, Json, Readiness, ServerError, integer, number
 from tools.errors import USAGE, ToolError
 from tools.terminal import (
@@ -92,11 +93,11 @@ def _watch(client: Client, path: str, every_s: float, *, as_json: bool) -> None:
                 except ServerError as error:
                     if error.status < 500:  # the key is wrong, or it is another kind of server
                         raise
-                    show(None, {}, error.message)
+                    show(None, {}, error.told)
                 except ToolError as error:
                     if error.code == USAGE:
                         raise
-                    show(None, {}, error.message)
+                    show(None, {}, error.told)
                 time.sleep(every_s)
     except KeyboardInterrupt:
         return
@@ -174,7 +175,7 @@ def render(
     ]
     lines = [" · ".join(parts)]
     if not readiness.ready:
-        lines.append(painter(f"  {readiness}", "yellow"))
+        lines.append(painter(f"  {pointed(str(readiness))}", "yellow"))
     for ring in _objects(body.get("rings")):
         lines += ["", *_ring(ring, painter, narrow=narrow)]
     return lines
