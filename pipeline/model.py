@@ -13,6 +13,7 @@ from typing import Protocol
 
 from pipeline.rule import Tally, pick, result
 from transport.frame import GREEDY, Result, Segment, Tensor
+from transport.quick import quick
 
 
 class ModelError(ValueError):
@@ -51,6 +52,7 @@ class ModelInfo:
         return self.layers[1] == self.layers_total
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Output:
     """What a forward made: the block's activations, or at the tail one Result per segment."""
@@ -92,6 +94,7 @@ class StageModel(Protocol):
 
 ROW_BYTES = 8  # of the toy's activations and of its KV rows
 TOY_FINGERPRINT = b"kvring-toy-1"
+_LOGITS = [(byte - 64) / 32 for byte in range(256)]
 
 
 class ToyModel:
@@ -218,7 +221,7 @@ def toy_logits(row: bytes, vocabulary: int) -> list[float]:
 
     Coarse, so that ties are common.
     """
-    logits = [(byte - 64) / 32 for byte in shake_128(row).digest(vocabulary)]
+    logits = [_LOGITS[byte] for byte in shake_128(row).digest(vocabulary)]
     logits[likeliest(row, vocabulary)] = 6.5
     return logits
 
