@@ -201,7 +201,9 @@ class TorchModel:
 
     def _load(self, source: Source) -> None:
         first, last = self._first, self._last
-        total = last - first + 2
+        self._unread = self._weights = sum(
+            source.size(name) for name in source.names((first, last))
+        )
         shape = (self._slots, self._groups, self._capacity, self._size)
         self._layers: list[nn.Module] = []
         self._caches: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -210,7 +212,6 @@ class TorchModel:
         if first == 0:
             self._embedding = self._read(source, EMBEDDING)
         for index in range(first, last):
-            self._report((index - first + 1) / total, f"layer {index} of [{first}, {last})")
             self._layers.append(self._layer(source, index))
             # Zeroed, not empty: rows that were never written are masked, but must not be NaN.
             self._caches[index] = (
@@ -218,14 +219,17 @@ class TorchModel:
                 torch.zeros(shape, dtype=self._dtype, device=self._device),
             )
         if last == source.layers_total:
-            self._report((total - 1) / total, "LM head")
             self._norm = self._module(source.family.norm, self._config)
             self._norm.load_state_dict({"weight": self._read(source, FINAL_NORM)}, assign=True)
             self._head = self._lm_head(source)
         self._cos, self._sin = self._rotary_table(source)
 
     def _read(self, source: Source, name: str) -> torch.Tensor:
-        return source.read(name, self._dtype).to(self._device)
+        tensor = source.read(name, self._dtype).to(self._device)
+        self._unread -= source.size(name)
+        done, whole = self._weights - self._unread, self._weights
+        self._report(done / whole, f"reading weights, {done / 1e6:,.0f} of {whole / 1e6:,.0f} MB")
+        return tensor
 
     def _layer(self, source: Source, index: int) -> nn.Module:
         with torch.device("meta"):
