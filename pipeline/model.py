@@ -29,6 +29,7 @@ class ModelInfo:
     mode is kept, in words ("exact off" where it is not); each stage may have another.
     row_bytes: host memory of one parked KV row. activations: dtype and length of a row that comes
     from the stage before; None: not checked.
+    weight_bytes: on the device; end_bytes of them are the embedding and the LM head.
     """
 
     layers: tuple[int, int]
@@ -40,6 +41,8 @@ class ModelInfo:
     kernel: str
     row_bytes: int = 0
     activations: tuple[str, int] | None = None
+    weight_bytes: int = 0
+    end_bytes: int = 0
 
     @property
     def head(self) -> bool:

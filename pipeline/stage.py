@@ -19,6 +19,9 @@ from transport.frame import (
     Frame,
     Free,
     LinkGap,
+    Look,
+    Measure,
+    Measured,
     Ping,
     Refusal,
     Reject,
@@ -73,7 +76,19 @@ class DropRows:
     parked: int
 
 
-Action: TypeAlias = Send | Forward | CopyRows | DropRows
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """Find out what a Machine says; answer with a Measured frame.
+
+    Trial forwards may write in [start, capacity) of the slot, behind what anybody reads.
+    """
+
+    asked: Measure
+    slot: int
+    start: int
+
+
+Action: TypeAlias = Send | Forward | CopyRows | DropRows | Survey
 
 
 class Stage:
@@ -96,12 +111,16 @@ class Stage:
         self._park_bytes = park_bytes
         self._running: tuple[Run, float, float] | None = None  # frame, arrived, started
         self._waiting: deque[tuple[Frame, float]] = deque()
+        self._marked: tuple[int, float] | None = None  # a link is being measured: number, since
 
     def handle(self, frame: Frame, now: float) -> list[Action]:
         """Take one frame; return what to do, in order. now: seconds on any monotonic clock."""
         actions: list[Action] = []
         if isinstance(frame, Forwarded):
             self._forwarded(frame, now, actions)
+        elif isinstance(frame, Measured):
+            measure = Measure(self.ring, frame.number, Look.MACHINES, frame.wide, frame.machines)
+            actions.append(Send(measure))
         elif isinstance(frame, LinkGap):
             actions.append(self._lost(f"{frame.link}: frame {frame.got}, not {frame.expected}"))
         elif len(self._waiting) >= MAX_WAITING:
@@ -139,6 +158,8 @@ class Stage:
             self._roll_call(frame, actions)
         elif isinstance(frame, (Ping, Reject)):
             actions.append(Send(frame))
+        elif isinstance(frame, Measure):
+            self._measure(frame, arrived, actions)
         elif not isinstance(frame, (Run, Copy, Free)) or self._stale(frame.epoch):
             self.dropped += 1
         elif frame.epoch != self.epoch:
@@ -183,6 +204,19 @@ class Stage:
             self._park_bytes,
         )
         actions.append(Send(replace(frame, claims=claims, entries=(*frame.entries, entry))))
+
+    def _measure(self, frame: Measure, arrived: float, actions: list[Action]) -> None:
+        if frame.look is Look.MACHINES:
+            slot = min(range(len(self.slots)), key=self.slots.length)
+            actions.append(Survey(frame, slot, self.slots.length(slot)))
+        elif frame.look is Look.MARK:
+            self._marked = frame.number, arrived
+        else:
+            number, since = self._marked or (None, 0.0)
+            gap_ns = max(0, int((arrived - since) * 1e9)) if number == frame.number else 0
+            self._marked = None
+            actions.append(Send(Measure(frame.ring, frame.number, Look.MARK)))
+            actions.append(Send(replace(frame, gaps_ns=(*frame.gaps_ns, gap_ns))))
 
     def _run(self, run: Run, arrived: float, now: float, actions: list[Action]) -> None:
         kept: list[Segment] = []
@@ -291,4 +325,6 @@ def _passed(frame: Frame) -> int:
             return len(frame.entries)
         case Copy():
             return len(frame.done)
+        case Measure():
+            return max(len(frame.machines), len(frame.gaps_ns))
     return 0

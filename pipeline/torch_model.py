@@ -204,6 +204,7 @@ class TorchModel:
         self._unread = self._weights = sum(
             source.size(name) for name in source.names((first, last))
         )
+        self._weight_bytes = self._end_bytes = 0
         shape = (self._slots, self._groups, self._capacity, self._size)
         self._layers: list[nn.Module] = []
         self._caches: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -229,6 +230,8 @@ class TorchModel:
         self._unread -= source.size(name)
         done, whole = self._weights - self._unread, self._weights
         self._report(done / whole, f"reading weights, {done / 1e6:,.0f} of {whole / 1e6:,.0f} MB")
+        self._weight_bytes += tensor.nbytes
+        self._end_bytes += tensor.nbytes if name in (EMBEDDING, LM_HEAD) else 0
         return tensor
 
     def _layer(self, source: Source, index: int) -> nn.Module:
@@ -290,6 +293,8 @@ class TorchModel:
             kernel,
             2 * self._groups * self._size * self._dtype.itemsize * (self._last - self._first),
             (str(self._dtype).removeprefix("torch."), int(self._config.hidden_size)),
+            self._weight_bytes,
+            self._end_bytes,
         )
 
     # ---- one forward -----------------------------------------------------------------------------

@@ -22,6 +22,7 @@ CORE = (
     "transport/codec.py",
     "transport/chain.py",
     "transport/framelog.py",
+    "transport/machine.py",
     "transport/numbering.py",
     "transport/peers.py",
     "transport/pieces.py",

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tools import bench, options
+from tools import bench, options, prepare
 from tools.errors import USAGE, ToolError
 from tools.framelogs import commands as framelogs
 
@@ -263,6 +263,10 @@ def status(
             watch_s=(1.0 if seconds is None else seconds) if watch else None,
         )
     )
+
+
+app.command()(prepare.doctor)
+app.command()(prepare.plan)
 
 
 @app.command()

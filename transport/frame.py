@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
+from transport.machine import Look as Look
+from transport.machine import Machine as Machine
 from transport.quick import quick
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -284,6 +286,23 @@ class Ping:
     seq: int
 
 
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """Goes round the ring in any epoch, and changes nothing that a turn could see.
+
+    wide: every stage connects to all others, not only to the one behind it. gaps_ns: between the
+    mark and the end of the bulk, as each stage received them.
+    """
+
+    ring: str
+    number: int
+    look: Look
+    wide: bool = False
+    machines: tuple[Machine, ...] = ()
+    gaps_ns: tuple[int, ...] = ()
+    payload: Tensor | None = None
+
+
 class StageState(StrEnum):
     """Life of a stage daemon."""
 
@@ -358,6 +377,15 @@ class Forwarded:
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """The compute thread -> stage core: that Measure's machines, and the stage's own."""
+
+    number: int
+    wide: bool
+    machines: tuple[Machine, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class LinkGap:
     """Frames of one sender (`link` is its name) were lost: `got` came, not `expected`."""
 
@@ -424,12 +452,13 @@ class Drafted:
     tokens: tuple[int, ...]
 
 
-Wire: TypeAlias = Run | Verdict | Reject | RollCall | Copy | Free | Ping | Heartbeat
+Wire: TypeAlias = Run | Verdict | Reject | RollCall | Copy | Free | Ping | Measure | Heartbeat
 Local: TypeAlias = (
     Submit
     | Cancel
     | Tick
     | Forwarded
+    | Measured
     | LinkGap
     | StageLost
     | FreeSlot

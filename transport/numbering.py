@@ -121,16 +121,19 @@ class Inbox:
     def __init__(self, link: str, on_drop: OnDrop | None) -> None:
         self.link = link
         self.counts = LinkCounts()
+        self.header: Buffer = b""  # of the last message, put together again; its tensor is not kept
         self._numbering = Numbering()
         self._on_drop = on_drop
 
     def take(self, parts: Sequence[Buffer]) -> list[tuple[Frame, Envelope]]:
         """The frames that one message delivers, in order: none, it, or a LinkGap and it."""
         try:
-            frame, envelope = decode(join(parts))
+            parts = join(parts)
+            frame, envelope = decode(parts)
         except FrameError as error:
             self.counts.undecodable += 1
             return self._drop(str(error))
+        self.header = parts[0]
         return self.arrived(frame, envelope)
 
     def arrived(self, frame: Frame, envelope: Envelope) -> list[tuple[Frame, Envelope]]:
