@@ -99,6 +99,8 @@ def up(
     slots: options.Slots = 4,
     max_model_len: options.MaxModelLen = None,
     dtype: options.Precision = options.Dtype.BFLOAT16,
+    weights: options.Weights = options.WeightKind.DTYPE,
+    activations: options.Activations = options.ActivationKind.DTYPE,
     threads: options.Threads = None,
     drafter: options.Drafter = options.DrafterKind.LOOKUP,
     draft_model: options.DraftModel = None,

@@ -28,6 +28,7 @@ from tools.pull import resolve_model
 from tools.security import check_http
 from tools.serve import listen
 from transport.config import (
+    HUB,
     OFF,
     TOY,
     Config,
@@ -76,6 +77,8 @@ class Options:
     draft_tokens: int | None = None
     draft_model: str | None = None
     insecure: bool = False
+    weights: str = "dtype"
+    activations: str = "dtype"
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +196,7 @@ def _plan(wanted: Options, folder: Path) -> Config:
     threads = wanted.threads or max(1, (os.cpu_count() or 1) // computing)
     name = wanted.served_model_name or (wanted.model if path == TOY else _name(wanted.model))
     return Config(
-        Model(path, name, wanted.dtype),
+        Model(path, name, wanted.dtype, weights=wanted.weights, activations=wanted.activations),
         tuple(_ring(wanted, index, total, threads, folder) for index in range(wanted.rings)),
         Coordinator(
             http,
@@ -247,11 +250,14 @@ def _free_address(wanted: str) -> str:
 
 def _model(name: str) -> tuple[str, int, int]:
     """Path, number of layers and longest context of a model."""
-    from pipeline.load import describe_model
+    from pipeline.load import describe_model, pinned
     from pipeline.model import ModelError
 
-    path = TOY if name == TOY else str(resolve_model(name, Path("models")).resolve())
     try:
+        if name.startswith(HUB):
+            path = pinned(name)
+        else:
+            path = TOY if name == TOY else str(resolve_model(name, Path("models")).resolve())
         layers, context = describe_model(path)
     except ModelError as error:
         raise ToolError(str(error), code=USAGE) from None
