@@ -33,10 +33,12 @@ from transport.frame import (
     Verdict,
     Wire,
 )
+from transport.quick import quick
 
 MAX_WAITING = 4096  # frames behind a forward; the scheduler's window is about stages + 1 frames
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Send:
     """Push a frame to the next stage, or from the tail to the coordinator."""
@@ -44,6 +46,7 @@ class Send:
     frame: Wire
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Forward:
     """Run the block over run.segments; answer with a Forwarded frame.
@@ -122,6 +125,8 @@ class Stage:
             actions.append(self._lost(f"{frame.link}: frame {frame.got}, not {frame.expected}"))
         elif len(self._waiting) >= MAX_WAITING:
             actions.append(self._lost(f"more than {MAX_WAITING} frames wait"))
+        elif self._running is None and not self._waiting:
+            self._take(frame, now, now, actions)
         else:
             self._waiting.append((frame, now))
         while self._waiting and self._running is None:
@@ -216,17 +221,20 @@ class Stage:
     def _run(self, run: Run, arrived: float, now: float, actions: list[Action]) -> None:
         kept: list[Segment] = []
         rows: list[tuple[int, int]] = []
+        slots: dict[int, None] = {}
         at = 0
         for segment in run.segments:
             refused = self.slots.refuses(segment)
-            if refused is None and any(other.slot == segment.slot for other in kept):
+            if refused is None and segment.slot in slots:
                 refused = Refusal.RANGE, f"slot {segment.slot} twice in one frame"
+            end = at + len(segment.tokens)
             if refused is None:
                 kept.append(segment)
-                rows.append((at, at + len(segment.tokens)))
+                slots[segment.slot] = None
+                rows.append((at, end))
             else:
                 actions.append(self._reject(run, *refused, segment))
-            at += len(segment.tokens)
+            at = end
         wrong = self._payload_fault(run, at)
         if wrong is not None:
             actions.append(self._reject(run, Refusal.RANGE, wrong))
@@ -243,7 +251,7 @@ class Stage:
         actions.append(Forward(accepted, None if whole else tuple(rows), self._histories(kept)))
 
     def _histories(self, segments: list[Segment]) -> tuple[tuple[int, ...], ...]:
-        if not self.info.tail or all(segment.sampling.shaping is None for segment in segments):
+        if not self.info.tail or not any(each.sampling.shaping for each in segments):
             return ()
         return tuple(self.slots.history(segment) for segment in segments)
 

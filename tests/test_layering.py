@@ -26,6 +26,7 @@ CORE = (
     "transport/numbering.py",
     "transport/peers.py",
     "transport/pieces.py",
+    "transport/quick.py",
     "pipeline/slots.py",
     "pipeline/stage.py",
     "pipeline/model.py",

@@ -44,7 +44,7 @@ def run(arguments: list[str]) -> int:
         code = app(args=arguments, prog_name="kvring", standalone_mode=False)
         sys.stdout.flush()
     except ToolError as error:
-        return _fail(error.message, error.code)
+        return _fail(error.told, error.code)
     except typer.TyperException as error:
         return _fail(f"{error.format_message()} (see: kvring --help)", error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
@@ -99,6 +99,8 @@ def up(
     slots: options.Slots = 4,
     max_model_len: options.MaxModelLen = None,
     dtype: options.Precision = options.Dtype.BFLOAT16,
+    weights: options.Weights = options.WeightKind.DTYPE,
+    activations: options.Activations = options.ActivationKind.DTYPE,
     threads: options.Threads = None,
     drafter: options.Drafter = options.DrafterKind.LOOKUP,
     draft_model: options.DraftModel = None,
@@ -237,10 +239,20 @@ def status(
     ring: Annotated[
         str | None, typer.Option(metavar="NAME", help="Whose slot [default: the only ring's].")
     ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Again and again, until Ctrl-C.")
+    ] = False,
+    seconds: Annotated[
+        float | None, typer.Argument(metavar="[SECONDS]", help="Of --watch [default: 1].")
+    ] = None,
 ) -> int:
     """Show rings, stages and slots. Exit code 0: ready, 3: not ready, 1: unreachable."""
     if keep is not None:
         _check_finite("keep", keep[1])
+    if seconds is not None and not watch:
+        raise ToolError(f"{seconds:g}: seconds are for --watch", code=USAGE)
+    if seconds is not None and not 0.1 <= seconds <= 3600:
+        raise ToolError(f"--watch {seconds:g}: 0.1 to 3600 seconds", code=USAGE)
     return _code(
         _command("status.run_status")(
             url=url,
@@ -250,6 +262,7 @@ def status(
             evict=evict,
             keep=keep,
             ring=ring,
+            watch_s=(1.0 if seconds is None else seconds) if watch else None,
         )
     )
 

@@ -14,6 +14,22 @@ class Dtype(StrEnum):
 
     BFLOAT16 = "bfloat16"
     FLOAT32 = "float32"
+    FLOAT16 = "float16"
+
+
+class WeightKind(StrEnum):
+    """How the weights of the layers' linears are held."""
+
+    DTYPE = "dtype"
+    INT8 = "int8"
+    INT4 = "int4"
+
+
+class ActivationKind(StrEnum):
+    """How rows go from stage to stage."""
+
+    DTYPE = "dtype"
+    FP8 = "fp8"
 
 
 class DrafterKind(StrEnum):
@@ -56,7 +72,10 @@ RecordPayloads = Annotated[Payloads, typer.Option(help="What the logs keep of ac
 RingFile = Annotated[Path, typer.Option(metavar="FILE", help="ring.toml of this ring.")]
 Url = Annotated[str, typer.Option(metavar="URL", help="The kvring server.")]
 Model = Annotated[
-    str, typer.Option(metavar="NAME|DIR|FILE.gguf", help='Model to serve; "toy" needs no file.')
+    str,
+    typer.Option(
+        metavar="NAME|DIR|FILE.gguf|hf://ORG/NAME", help='Model to serve; "toy" needs no file.'
+    ),
 ]
 Stages = Annotated[int, typer.Option(min=1, max=256, help="Stage processes.")]
 Slots = Annotated[int, typer.Option(min=1, help="Conversations kept resident.")]
@@ -64,6 +83,12 @@ MaxModelLen = Annotated[
     int | None, typer.Option(min=1, help="Tokens per slot [default: what the model allows].")
 ]
 Precision = Annotated[Dtype, typer.Option(help="Precision of weights and KV.")]
+Weights = Annotated[
+    WeightKind, typer.Option(help="Of the layers' linears: as --dtype, or smaller.")
+]
+Activations = Annotated[
+    ActivationKind, typer.Option(help="Between stages: as --dtype, or 1 byte a number.")
+]
 Threads = Annotated[
     int | None, typer.Option(min=1, help="Per stage [default: the cores, shared out].")
 ]

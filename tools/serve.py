@@ -183,11 +183,13 @@ async def _coord(
     from coord.gateway import build_app
     from coord.http.limits import Door
     from coord.tokenizer import load_tokenizer
+    from pipeline.load import text_path
 
     stop = Stop(with_parent=with_parent)
     limits = config.limits
     try:
-        tokenizer = await asyncio.to_thread(load_tokenizer, config.model.path)
+        where = await asyncio.to_thread(text_path, config.model.path)
+        tokenizer = await asyncio.to_thread(load_tokenizer, where)
     except (ValueError, OSError) as error:
         raise ToolError(f"tokenizer: {error}") from None
     drafts = await _drafts(config, tokenizer.vocabulary)
