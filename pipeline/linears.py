@@ -17,6 +17,7 @@ from pipeline.model import ModelError
 
 Call = Callable[[Tensor], Tensor]
 GROUP = 32  # int4: inputs that share a scale and a zero; the smallest that torch's kernel takes
+BYTES = {"int8": 1.0, "int4": 0.5 + 4 / GROUP}  # of a quantised weight; its scales are few
 _INT4_OUT = 16  # and its multiple of outputs
 _AT_ONCE = 512  # rows quantised together: their float32 copy is small beside a layer
 

@@ -113,16 +113,16 @@ def describe_model(path: str) -> tuple[int, int]:
     """Layers and longest context (tokens) of a model; loads no weights. Raises ModelError."""
     if path == TOY:
         return TOY_LAYERS, TOY_CONTEXT
-    source = _described(path)
+    source = described(path)
     return source.layers_total, source.context
 
 
 def vocabulary_of(path: str) -> int:
     """How many token ids a model has; loads no weights. Raises ModelError."""
-    return TOY_VOCABULARY if path == TOY else _described(path).vocabulary
+    return TOY_VOCABULARY if path == TOY else described(path).vocabulary
 
 
-def _described(path: str) -> Source:
+def described(path: str) -> Source:
     """A model whose weights nobody will read; of a hub's, only the small files are fetched."""
     from pipeline.weights import open_model
 

@@ -29,7 +29,7 @@ from pipeline.layers import (
     rotary_tables,
     work_of,
 )
-from pipeline.linears import Linear, check_weights
+from pipeline.linears import BYTES, Linear, check_weights
 from pipeline.model import ModelInfo, Output
 from pipeline.probe import choose, linear_exact
 from pipeline.rule import Choice, Tally, result
@@ -219,6 +219,7 @@ class TorchModel:
             source.size(name) for name in source.names((first, last))
         )
         self._weight_bytes = self._end_bytes = 0
+        self._item_bytes = BYTES.get(self._kernels.weights, self._dtype.itemsize)
         shape = (self._slots, self._groups, self._capacity, self._size)
         self._layers: list[tuple[str, nn.Module]] = []  # with the rotary table that each takes
         self._caches: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -255,8 +256,10 @@ class TorchModel:
         self._unread -= source.size(name)
         done, whole = self._weights - self._unread, self._weights
         self._report(done / whole, f"reading weights, {done / 1e6:,.0f} of {whole / 1e6:,.0f} MB")
-        self._weight_bytes += tensor.nbytes
-        self._end_bytes += tensor.nbytes if name in (EMBEDDING, LM_HEAD) else 0
+        end = name in (EMBEDDING, LM_HEAD)
+        each = tensor.itemsize if end or tensor.ndim < 2 else self._item_bytes
+        self._weight_bytes += int(tensor.numel() * each)
+        self._end_bytes += tensor.nbytes if end else 0
         return tensor
 
     def _layer(self, source: Source, index: int) -> nn.Module:

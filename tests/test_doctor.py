@@ -95,13 +95,20 @@ def test_versions_are_held_against_pyproject(monkeypatch: pytest.MonkeyPatch) ->
     assert (few.level, few.see) == (Level.WARN, See.FILES)
 
 
-def test_memory_is_told_from_the_headers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("weights", ["dtype", "int8"])
+def test_memory_is_told_from_the_headers(weights: str, tmp_path: Path) -> None:
     source = open_model(write_directory(tmp_path, reference("llama")))
-    need = need_of(source, "bfloat16")
+    need = need_of(source, "bfloat16", weights)
     limits = Limits(slots=3, max_model_len=600)
     for layers in ((0, 2), (2, 3), (4, 6)):
         info = TorchModel(
-            source, layers, slots=3, capacity=600, dtype=torch.bfloat16, exact=False
+            source,
+            layers,
+            slots=3,
+            capacity=600,
+            dtype=torch.bfloat16,
+            weights=weights,
+            exact=False,
         ).info
         held = info.weight_bytes + info.slots * info.capacity * info.row_bytes
         assert abs(need.block(layers, limits) - held) <= 2 * 48, "but for the final norm"
@@ -210,6 +217,7 @@ def measured(ring: RingFile, **changes: Any) -> list[Check]:
         ({"layers": (2, 3)}, Level.FAIL, See.WEIGHTS),
         ({"slots": 3}, Level.FAIL, See.WEIGHTS),
         ({"free_bytes": 1000}, Level.FAIL, See.MEMORY),
+        ({"free_bytes": GB, "row_bytes": 100_000}, Level.WARN, See.MEMORY),
         ({"files": 64}, Level.FAIL, See.FILES),
         ({"round_trip_s": 0.3}, Level.WARN, See.LINK),
         ({"round_trip_s": None}, Level.WARN, See.LINK),

@@ -131,10 +131,10 @@ def test_layers_follow_speed_and_memory() -> None:
     alone = Costs(found, LIMITS, 2, alone=True)
     assert counts(alone) == {"s0": 1, "s1": 10, "s2": 1}, "for one turn the fastest computes most"
     assert alone.best().one_rate > Costs(found, LIMITS, 2).best().one_rate
-    # s1 has room for what it holds and one layer more: 11 MB with its rows, 5 % are spared
-    full = replace(ring[1], free_bytes=100 * MB + 12 * MB)
+    # s1 has room for a layer more: 11 MB with its rows, and 4 MB for those that it may write
+    full = replace(ring[1], free_bytes=100 * MB + 16 * MB)
     assert counts(Costs(measured(ring[0], full, ring[2]), LIMITS, 2))["s1"] == 5
-    beside = [replace(each, machine="m", free_bytes=100 * MB + 12 * MB) for each in ring]
+    beside = [replace(each, machine="m", free_bytes=100 * MB + 16 * MB) for each in ring]
     assert counts(Costs(measured(*beside), LIMITS, 2)) == {"s0": 4, "s1": 4, "s2": 4}, (
         "what is left of one device is for all of its stages"
     )

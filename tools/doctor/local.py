@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.load import described
 from pipeline.measure import device_memory, device_name
 from pipeline.model import ModelError
 from tools.doctor.checks import Check, See, fail, ok, size, warn
@@ -90,20 +91,19 @@ class ModelFound:
     need: Need | None = None
 
 
-def model_check(path: str, dtype: str) -> ModelFound:
+def model_check(path: str, dtype: str, weights: str = "dtype") -> ModelFound:
     """Whether the model's files are here, whole, and of a family that stages can run."""
     if path == TOY:
         return ModelFound(ok("model", "toy: needs no file"))
     try:
-        from pipeline.weights import open_model
-
-        source = open_model(path)
-        need = need_of(source, dtype)
+        source = described(path)
+        need = need_of(source, dtype, weights)
     except (ModelError, ImportError, OSError) as error:
         advice = "fetch it with kvring pull, or name another in ring.toml's [model] path"
         return ModelFound(fail("model", str(error), advice, See.MODEL))
-    layers, kind = source.layers_total, source.family.name
-    said = f"{path}: {kind}, {layers} layers, {size(need.whole)} of weights as {dtype}"
+    layers, kind, form = source.layers_total, source.family.name, dtype
+    form += "" if weights == "dtype" else f" and {weights}"
+    said = f"{path}: {kind}, {layers} layers, {size(need.whole)} of weights as {form}"
     return ModelFound(ok("model", said), need)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tools.doctor.checks import Check, See, fail, ok, size, warn
 from tools.doctor.local import STAGE_FILES
@@ -26,7 +26,7 @@ def measured_checks(config: Config, ring: Ring, found: Measured) -> Iterator[Che
         return
     for stage, machine in zip(ring.stages, found.machines, strict=True):
         yield _machine(config, stage, machine, found.machines[0])
-        yield _memory(machine)
+        yield _memory(machine, found.machines)
         if machine.files < STAGE_FILES:
             said = f"a process may have {machine.files} open files there"
             yield fail(f"open files {machine.name}", said, f"ulimit -n {STAGE_FILES}", See.FILES)
@@ -55,15 +55,27 @@ def _machine(config: Config, stage: Stage, found: Machine, first: Machine) -> Ch
     return ok(what, said)
 
 
-def _memory(found: Machine) -> Check:
-    what = f"memory {found.name}"
-    rows = found.slots * found.capacity * found.row_bytes
-    said = f"weights {size(found.weight_bytes)}, rows {size(rows)}, then {size(found.free_bytes)} "
+def _memory(found: Machine, all_of_them: Sequence[Machine]) -> Check:
+    """What a stage holds, and what is left beside it.
+
+    On a CPU a slot's rows take memory when they are first written, so there must be as much left
+    as all stages of that computer may still write.
+    """
+    what, rows = f"memory {found.name}", _rows(found)
+    said = f"weights {size(found.weight_bytes)}, rows {size(rows)}, {size(found.free_bytes)} "
     said += f"free of {size(found.total_bytes)}"
+    advice = "fewer layers here (kvring plan), limits.slots or limits.max_model_len"
     if found.free_bytes < LEFT_SHARE * found.total_bytes:
-        advice = "fewer layers here (kvring plan), limits.slots or limits.max_model_len"
         return fail(what, said, advice, See.MEMORY)
+    beside = [each for each in all_of_them if each.machine == found.machine]
+    if found.device == "cpu" and sum(map(_rows, beside)) > found.free_bytes:
+        said += ", less than the rows that its slots may come to"
+        return warn(what, said, advice, See.MEMORY)
     return ok(what, said)
+
+
+def _rows(machine: Machine) -> int:
+    return machine.slots * machine.capacity * machine.row_bytes
 
 
 def _clocks(found: Measured) -> Iterator[Check]:

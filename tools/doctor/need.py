@@ -39,17 +39,21 @@ class Need:
         return (last - first) * (self.layer + rows * self.row) + ends
 
 
-def need_of(source: Source, dtype: str) -> Need:
-    """Of an opened model in a ring's precision."""
+def need_of(source: Source, dtype: str, weights: str = "dtype") -> Need:
+    """Of an opened model in a ring's precision; weights: as ring.toml's [model] weights."""
+    from pipeline.linears import BYTES
+
     item, config = ITEM_BYTES[dtype], source.config
     heads = int(config.num_attention_heads)
     size = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    values = sum(
-        math.prod(shape)
+    shapes = [
+        shape
         for layer in range(source.layers_total)
         for shape in source.layer_shapes(layer).values()
-    )
+    ]
+    small = sum(math.prod(shape) for shape in shapes if len(shape) < 2) * item
+    large = sum(math.prod(shape) for shape in shapes if len(shape) >= 2) * BYTES.get(weights, item)
+    layer = int(small + large) // source.layers_total  # in the mean, where they differ
     embedding = source.vocabulary * int(config.hidden_size) * item
     row = 2 * int(config.num_key_value_heads) * size * item
-    layer = values * item // source.layers_total  # in the mean, where they differ
     return Need(source.layers_total, layer, row, embedding, embedding)

@@ -255,7 +255,9 @@ def _rooms(machines: Sequence[Machine]) -> list[int]:
     for each in machines:
         beside = [m for m in machines if (m.machine, m.device) == (each.machine, each.device)]
         left = each.free_bytes - SPARE_SHARE * each.total_bytes
-        own = each.weight_bytes + each.slots * each.capacity * each.row_bytes
+        own = each.weight_bytes
+        if each.device != "cpu":  # where rows take memory only when they are written
+            own += each.slots * each.capacity * each.row_bytes
         rooms.append(own + max(0, int(left / len(beside))))
     return rooms
 
