@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 
 from coord.actions import TurnError
@@ -28,6 +28,8 @@ ENOUGH_S = 0.2  # a bulk that took a link so long tells its rate well
 FIRST_S = 3.0  # for the first small frame to come round, and per stage 1 s more
 STAGE_S = 20.0  # for a stage's trial forwards; a frame that takes longer is a ring's end
 MOST_S = 120.0  # for all stages together
+TRIALS = 3  # of every stage where a plan is made: other work on a machine comes and goes
+TRIALS_S = 15.0  # after which no further one begins
 REACH_S = 1.0
 
 
@@ -103,16 +105,24 @@ class Survey:
         await self._bulk(push, ring, WARM_BYTES, FIRST_S + count)
         hops = [await self._bulk(push, ring, WARM_BYTES, FIRST_S) for _ in range(WARM_ROUNDS)]
         trip_s = median([arrival.at - sent for sent, arrival in hops])
-        began_ns = time.time_ns()
-        asked = Measure(ring.name, self._next(), Look.MACHINES, wide)
-        machines = (await self._ask(push, asked, min(MOST_S, 5 + STAGE_S * count))).frame.machines
-        wanted = [stage.name for stage in ring.stages]
-        if [each.name for each in machines] != wanted:
-            met = [each.name for each in machines]
-            text = f"ring {ring.name}: the measuring frame met {met}, not {wanted}"
-            raise TurnError(503, "measure_failed", text)
+        began_ns, began = time.time_ns(), time.monotonic()
+        machines = await self._machines(push, ring, wide=wide)
+        for _ in range(TRIALS - 1 if wide else 0):  # for a plan they should be right
+            if time.monotonic() < began + TRIALS_S:
+                again = await self._machines(push, ring, wide=False)
+                machines = tuple(map(_quicker, machines, again))
         rates = await self._rates(push, ring)
         return _said(ring, machines, trip_s, began_ns, rates, trips)
+
+    async def _machines(self, push: AsyncPush, ring: Ring, *, wide: bool) -> tuple[Machine, ...]:
+        asked = Measure(ring.name, self._next(), Look.MACHINES, wide)
+        limit_s = min(MOST_S, 5 + STAGE_S * len(ring.stages))
+        machines = (await self._ask(push, asked, limit_s)).frame.machines
+        met, wanted = [each.name for each in machines], [stage.name for stage in ring.stages]
+        if met != wanted:
+            text = f"ring {ring.name}: the measuring frame met {met}, not {wanted}"
+            raise TurnError(503, "measure_failed", text)
+        return machines
 
     async def _rates(self, push: AsyncPush, ring: Ring) -> list[float]:
         """Bits per second of every link, the coordinator's to the head first.
@@ -167,6 +177,18 @@ class Survey:
     def _next(self) -> int:
         self._number += 1
         return self._number
+
+
+def _quicker(one: Machine, other: Machine) -> Machine:
+    """The first answer, with the quicker forwards of both: less else was done beside them."""
+    quick = min(one, other, key=lambda each: each.prefill_ns / max(1, each.prefill_rows))
+    return replace(
+        one,
+        decode_ns=min(one.decode_ns, other.decode_ns),
+        end_ns=min(one.end_ns, other.end_ns),
+        prefill_rows=quick.prefill_rows,
+        prefill_ns=quick.prefill_ns,
+    )
 
 
 def _trips(ring: Ring, wide: bool) -> dict[str, float]:
