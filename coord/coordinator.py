@@ -25,8 +25,17 @@ from coord.ring import Phase, Ring
 from coord.saving import Saver
 from coord.scheduler import Scheduler
 from coord.store import Store
+from coord.survey import Survey
 from coord.verify import MAX_WRITTEN, Mismatch, Record, Verifier, report
-from coord.view import beat, counters, describe_ring, holdings, link_counters
+from coord.view import (
+    beat,
+    counters,
+    describe_ring,
+    holdings,
+    idle_ring,
+    link_counters,
+    residents,
+)
 from transport.chain import root_hash
 from transport.config import Config
 from transport.config import Ring as RingSpec
@@ -50,8 +59,6 @@ from transport.recorder import Recorder
 from transport.trust import CoordinatorTrust
 
 Event = Admitted | Tokens | Finished | Failed
-FIRST_TOKENS = 24  # of a resident prefix, for GET /ring?preview=1
-NOBODY = b"\0"  # no tenant's salt
 DRAFTERS: dict[str, Callable[[], Drafter] | None] = {
     "off": None,
     "lookup": LookupDrafter,
@@ -150,6 +157,7 @@ class Coordinator:
         self._timer: asyncio.TimerHandle | None = None
         self._phases: dict[str, tuple[Phase, str]] = {}
         self._salts: dict[bytes, bytes] = {}  # root of a chain -> salt: whose rows they are
+        self._survey = Survey(config.limits, config.emulate)
         rings = self.scheduler.rings
         self._saver = None if store is None else Saver(store, rings, self._salts)
 
@@ -183,6 +191,13 @@ class Coordinator:
             raise
         self._recall()
         self._step(Tick())
+
+    def move(self, rings: Sequence[RingSpec]) -> None:
+        """The same rings with other addresses: the heads' are taken in."""
+        for ring in rings:
+            self.scheduler.rings[ring.name].spec = ring
+            if self._pushes[ring.name].address != ring.head.address:
+                self._pushes[ring.name].redirect(ring.head.address)
 
     def _recall(self) -> None:
         """Tell the core what an earlier coordinator wrote down."""
@@ -282,6 +297,12 @@ class Coordinator:
             text = f"no slot of ring {ring} would be left to give up: all others are kept"
             raise TurnError(409, "nothing_left_to_give_up", text)
 
+    async def measure(self, ring: str, *, wide: bool) -> dict[str, object]:
+        """Measure a ring's machines and links; see coord.http.engine."""
+        found = idle_ring(self.scheduler, ring, time.monotonic())
+        security = self._trust.heads[ring] if self._trust else None
+        return await self._survey.measure(found, security, wide=wide)
+
     def _holding(self, ring: str, slot: int) -> tuple[Ring, Holding]:
         found = self.scheduler.rings.get(ring)
         if found is None or not found.ledger.has(slot):
@@ -290,27 +311,7 @@ class Coordinator:
 
     def residents(self) -> list[Resident]:
         """Every slot and parked prefix; see coord.http.engine."""
-        return [
-            Resident(
-                name,
-                index,
-                holding.resident,
-                holding.turn is not None,
-                index >= len(ring.ledger.slots),
-                self._salt(holding),
-                () if holding.chain is None else holding.chain.tokens(0, FIRST_TOKENS),
-            )
-            for name, ring in self.scheduler.rings.items()
-            for index, holding in holdings(ring)
-        ]
-
-    def _salt(self, holding: Holding) -> bytes | None:
-        """Whose rows they are; NOBODY should a salt have been forgotten."""
-        if holding.turn is not None:
-            return self.scheduler.turns[holding.turn].submit.salt
-        if holding.chain is None:
-            return NOBODY if holding.coming else None
-        return self._salts.get(holding.chain.root, NOBODY)
+        return residents(self.scheduler, self._salts)
 
     def ready(self) -> tuple[bool, str]:
         """(True, "") when a token has been round some ring, else what is missing, in words."""
@@ -360,6 +361,7 @@ class Coordinator:
         self._step(frame)
 
     def _received(self, frame: Frame, envelope: Envelope) -> None:
+        self._survey.heard(frame)
         self._step(frame, Direction.IN, envelope)
 
     def _see_head(self, ring: RingSpec, event: PeerEvent) -> None:

@@ -5,15 +5,21 @@ Reads only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
+from coord.actions import TurnError
+from coord.http.engine import Resident
 from coord.http.keys import SESSION_CHARS
 from coord.ledger import Holding
 from coord.ring import Phase, Ring
 from coord.scheduler import Scheduler
-from transport.frame import Heartbeat
+from transport.config import Ring as RingSpec
+from transport.frame import Heartbeat, Run
 from transport.numbering import LinkCounts
+
+FIRST_TOKENS = 24  # of a resident prefix, for GET /ring?preview=1
+NOBODY = b"\0"  # no tenant's salt
 
 
 def counters(scheduler: Scheduler) -> dict[str, float]:
@@ -34,6 +40,17 @@ def counters(scheduler: Scheduler) -> dict[str, float]:
     }
     for field in fields(totals):
         found[f"{field.name}_total"] = getattr(totals, field.name)
+    found["slots"] = len(slots)
+    found["slots_occupied"] = sum(bool(slot.resident) for slot in slots)
+    found["slot_rows"] = rows
+    found["resident_rows"] = sum(slot.resident for slot in slots)
+    for ring in rings:
+        for stage in ring.spec.stages:
+            where = f'{{ring="{ring.name}",stage="{stage.name}"}}'
+            computed_us = ring.stats.forward_us.get(stage.name, 0)
+            found[f"stage_busy_seconds_total{where}"] = computed_us / 1e6
+        if ring.stats.hop_s is not None:
+            found[f'hop_seconds{{ring="{ring.name}"}}'] = ring.stats.hop_s
     found["parked_prefixes"] = sum(len(ring.ledger.parked) for ring in rings)
     found["parked_rows"] = sum(_parked_rows(ring) for ring in rings)
     reasons: dict[str, int] = {}
@@ -71,7 +88,7 @@ def describe_ring(ring: Ring, now: float) -> dict[str, object]:
         "epoch": ring.epoch,
         "fingerprint": ring.fingerprint.hex(),
         "exact": ring.exact,
-        "kernel": next(iter(kernels.values()), ""),
+        "kernel": " | ".join(dict.fromkeys(kernels.values())),
         "reuse": ring.reuse,
         "frames_in_flight": len(ring.in_flight),
         "window_frames": ring.window,
@@ -82,6 +99,7 @@ def describe_ring(ring: Ring, now: float) -> dict[str, object]:
                 "name": stage.name,
                 "address": stage.address,
                 "layers": list(stage.layers),
+                "kernel": kernels.get(stage.name, ""),
                 "busy_share": ring.busy.get(stage.name),
                 **beat(ring.heartbeats.get(stage.name), now),
                 "forward_s": round(ring.stats.forward_us.get(stage.name, 0) / 1e6, 3),
@@ -106,9 +124,52 @@ def describe_ring(ring: Ring, now: float) -> dict[str, object]:
     }
 
 
+def idle_ring(scheduler: Scheduler, name: str, now: float) -> RingSpec:
+    """The ring of that name, whose stages are there and which no turn uses. Raises TurnError."""
+    ring = scheduler.rings.get(name)
+    if ring is None:
+        known = ", ".join(scheduler.rings)
+        raise TurnError(404, "ring_not_found", f"no ring {name!r} here, only {known}", "ring")
+    missing = ring.missing(now)
+    if missing is not None:
+        raise TurnError(503, "not_ready", f"ring {name}: {missing}")
+    runs = sum(isinstance(record.frame, Run) for record in ring.in_flight.values())
+    turns = scheduler.running() + scheduler.waiting()
+    if turns or runs:
+        text = f"{turns} turns are running: a ring is measured while none does"
+        raise TurnError(409, "ring_busy", text)
+    return ring.spec
+
+
 def holdings(ring: Ring) -> list[tuple[int, Holding]]:
     """Slots and parked prefixes with their numbers."""
     return [*enumerate(ring.ledger.slots), *ring.ledger.parked.items()]
+
+
+def residents(scheduler: Scheduler, salts: Mapping[bytes, bytes]) -> list[Resident]:
+    """Every slot and parked prefix. salts: whose rows a chain's are, by its root."""
+
+    def salt(holding: Holding) -> bytes | None:
+        """NOBODY should it have been forgotten."""
+        if holding.turn is not None:
+            return scheduler.turns[holding.turn].submit.salt
+        if holding.chain is None:
+            return NOBODY if holding.coming else None
+        return salts.get(holding.chain.root, NOBODY)
+
+    return [
+        Resident(
+            name,
+            index,
+            holding.resident,
+            holding.turn is not None,
+            index >= len(ring.ledger.slots),
+            salt(holding),
+            () if holding.chain is None else holding.chain.tokens(0, FIRST_TOKENS),
+        )
+        for name, ring in scheduler.rings.items()
+        for index, holding in holdings(ring)
+    ]
 
 
 def _parked_rows(ring: Ring) -> int:

@@ -18,8 +18,10 @@ import psutil
 import structlog
 
 from pipeline.forward import perform_forward
+from pipeline.measure import machine_of
 from pipeline.model import StageModel
-from pipeline.stage import Action, CopyRows, DropRows, Forward, Send, Stage
+from pipeline.slowed import Slowed
+from pipeline.stage import Action, CopyRows, DropRows, Forward, Send, Stage, Survey
 from transport.config import Limits, Ring
 from transport.config import Stage as StageSpec
 from transport.emulate import Emulate
@@ -28,6 +30,7 @@ from transport.frame import (
     Envelope,
     Frame,
     Heartbeat,
+    Measured,
     Refusal,
     Reject,
     StageState,
@@ -75,7 +78,9 @@ class Worker:
         recorder: Recorder | None = None,
         emulate: Emulate | None = None,
         trust: StageTrust | None = None,
+        device: str | None = None,
     ) -> None:
+        """Device: where `load` puts the block; None for where ring.toml says."""
         self.ring, self.spec, self.limits = ring, spec, limits
         self.emulate = emulate
         self.trust = trust
@@ -84,10 +89,18 @@ class Worker:
         self.stop = threading.Event()
         self.bound = threading.Event()
         self._load = load
+        self._device = device or spec.device
         self._incarnation = incarnation
         self._recorder = recorder
         self._log = structlog.get_logger().bind(ring=ring.name, stage=spec.name)
         self._refusals, self._refused = Refusals(), Refusals()  # of others, and by the next
+        self._push: PushLink | None = None
+
+    def move(self, ring: Ring) -> None:
+        """The same ring with other addresses: the next stage's is taken in. From any thread."""
+        self.ring = ring
+        if self._push is not None:
+            self._push.redirect(ring.next_address(self.spec))
 
     def run(self) -> None:
         """Blocks until stopped. Raises LinkError, the model's own errors, or a bug's."""
@@ -105,6 +118,8 @@ class Worker:
             self.status.report(0.0, "loading")
             started = time.monotonic()
             model = self._load(self._progress)
+            if self.spec.layer_ms:
+                model = Slowed(model, self.spec.layer_ms)
             push = PushLink(
                 self.ring.next_address(self.spec),
                 sender=f"{self.ring.name}/{self.spec.name}",
@@ -115,6 +130,8 @@ class Worker:
                 emulate=self.emulate,
                 on_peer=self._see_next,
             )
+            self._push = push
+            self.move(self.ring)  # it may have moved since
             core = Stage(
                 self.ring.name,
                 self.spec.name,
@@ -172,6 +189,14 @@ class Worker:
                 case Forward():
                     done = perform_forward(model, action)
                     actions += self._take(core, done, Direction.LOCAL, self.spec.name, None)
+                case Survey():
+                    found = self._survey(model, action)
+                    actions += self._take(core, found, Direction.LOCAL, self.spec.name, None)
+
+    def _survey(self, model: StageModel, survey: Survey) -> Measured:
+        asked, device = survey.asked, self._device
+        own = machine_of(survey, model, self.ring, self.spec, self.limits, device)
+        return Measured(asked.number, asked.wide, (*asked.machines, own))
 
     def _take(
         self,
@@ -251,7 +276,7 @@ async def run_stage(worker: Worker, incarnation: int, stop: asyncio.Event) -> No
 
     def say_lost() -> None:
         """The link's end is seen here long before the heartbeats of what was there are missed."""
-        where = ring.next_address(spec)
+        where = worker.ring.next_address(spec)
         lost = Reject(ring.name, 0, 0, spec.name, Refusal.LINK, f"its link to {where} ended")
         if where != ring.verdicts and not stop.is_set():
             with contextlib.suppress(LinkError):  # then the heartbeats will tell

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.model import StageModel, ToyModel
+from pipeline.model import ModelError, StageModel, ToyModel
 from transport.config import HUB, TOY, Config, Ring, Stage
 
 if TYPE_CHECKING:
@@ -41,21 +41,53 @@ def load_model(
     progress(0.0, "importing torch")
     from pipeline.torch_model import DTYPES, TorchModel
 
+    check_device(device)
     progress(0.0, f"opening {config.model.path}")
     source, progress = _open(config.model.path, spec.layers, progress)
-    return TorchModel(
-        source,
-        spec.layers,
-        slots=limits.slots,
-        capacity=limits.max_model_len,
-        dtype=DTYPES[config.model.dtype],
-        weights=config.model.weights,
-        activations=config.model.activations,
-        device=device,
-        exact=config.model.exact,
-        threads=spec.threads,
-        progress=progress,
-    )
+    try:
+        return TorchModel(
+            source,
+            spec.layers,
+            slots=limits.slots,
+            capacity=limits.max_model_len,
+            dtype=DTYPES[config.model.dtype],
+            weights=config.model.weights,
+            activations=config.model.activations,
+            device=device,
+            exact=config.model.exact,
+            threads=spec.threads,
+            progress=progress,
+        )
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ModelError(
+            f"not enough memory on {device} for layers [{spec.layers[0]}, {spec.layers[1]}) with "
+            f"{limits.slots} slots of {limits.max_model_len} rows"
+        ) from error
+
+
+def check_device(device: str) -> None:
+    """ModelError where torch cannot compute on that device, before anything is read."""
+    import torch
+
+    try:
+        wanted = torch.device(device)
+    except RuntimeError:
+        raise ModelError(f"device {device}: torch knows none of that name (cpu, cuda:0)") from None
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted.type == "cuda" and (wanted.index or 0) >= count:
+        raise ModelError(
+            f"device {device}: this installation of torch ({torch.__version__}) sees {count} GPUs"
+        )
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether torch failed for want of memory; on a CPU it says so in words alone."""
+    import torch
+
+    words = ("can't allocate memory", "not enough memory")
+    return isinstance(error, torch.OutOfMemoryError) or any(each in str(error) for each in words)
 
 
 def _open(

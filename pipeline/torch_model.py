@@ -156,8 +156,6 @@ class TorchModel:
             self._report(0.0, "probing kernels")
             work = work_of(source.family, self._config)
             self._kernels = choose(work, dtype, self._device, exact=exact, weights=weights)
-            # the LM head's own probe may switch exactness off, but makes no KV row another one
-            self._identity = self._kernel()
             self._load(source)
         self._info = self._describe(source)
         self._report(1.0, "loaded")
@@ -217,7 +215,10 @@ class TorchModel:
 
     def _load(self, source: Source) -> None:
         first, last = self._first, self._last
-        total = last - first + 1
+        self._unread = self._weights = sum(
+            source.size(name) for name in source.names((first, last))
+        )
+        self._weight_bytes = self._end_bytes = 0
         shape = (self._slots, self._groups, self._capacity, self._size)
         self._layers: list[tuple[str, nn.Module]] = []  # with the rotary table that each takes
         self._caches: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -227,12 +228,10 @@ class TorchModel:
             table = self._read(source, EMBEDDING)
             self._embedding = make_embedding(source.family, self._config, table)
         if last == source.layers_total:  # first: it is the largest, and packed it is here twice
-            self._report(0.0, "LM head")
             norm = self._read(source, FINAL_NORM)
             self._norm = make_norm(source.family, self._config, norm)
             self._head = self._lm_head(source)
         for index in range(first, last):
-            self._report((index - first + 1) / total, f"layer {index} of [{first}, {last})")
             kind = rotary_kind(self._config, index)
             self._layers.append((kind, self._layer(source, index)))
             # Zeroed, not empty: rows that were never written are masked, but must not be NaN.
@@ -252,7 +251,13 @@ class TorchModel:
         )
 
     def _read(self, source: Source, name: str) -> torch.Tensor:
-        return source.read(name, self._dtype).to(self._device)
+        tensor = source.read(name, self._dtype).to(self._device)
+        self._unread -= source.size(name)
+        done, whole = self._weights - self._unread, self._weights
+        self._report(done / whole, f"reading weights, {done / 1e6:,.0f} of {whole / 1e6:,.0f} MB")
+        self._weight_bytes += tensor.nbytes
+        self._end_bytes += tensor.nbytes if name in (EMBEDDING, LM_HEAD) else 0
+        return tensor
 
     def _layer(self, source: Source, index: int) -> nn.Module:
         prefix = f"model.layers.{index}."
@@ -276,7 +281,9 @@ class TorchModel:
 
     def _describe(self, source: Source) -> ModelInfo:
         identity = blake2b(source.fingerprint, digest_size=16)
-        identity.update(self._identity.encode())
+        # Kernels are not part of it: rows live and die with the process that computed them, and a
+        # stage that begins anew has every row behind it computed again.
+        identity.update(f"{self._dtype} {self._kernels.weights} {self._fp8}".encode())
         return ModelInfo(
             (self._first, self._last),
             source.layers_total,
@@ -287,6 +294,8 @@ class TorchModel:
             self._kernel(),
             2 * self._groups * self._size * self._dtype.itemsize * (self._last - self._first),
             self._wire.row,
+            self._weight_bytes,
+            self._end_bytes,
         )
 
     def _kernel(self) -> str:

@@ -21,7 +21,7 @@ from huggingface_hub.errors import StrictDataclassError
 from pipeline.families import FAMILIES, Family, family, ropes, variant
 from pipeline.layers import meta_layer, tensor_shapes
 from pipeline.model import ModelError as ModelError
-from pipeline.tensors import Entry, with_experts
+from pipeline.tensors import Entry, Made, with_experts
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
@@ -166,13 +166,21 @@ class Source:
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """One tensor as a fresh, contiguous copy in `dtype`. `lm_head.weight` may be tied."""
-        made = self._tensors[EMBEDDING if name == LM_HEAD and self._tied else name]
+        made = self._made(name)
         if isinstance(made, Entry):
             return self._load(made, dtype)
         parts = [self._load(part, dtype) for part in made.parts]
         if made.transposed:
             return parts[0].t().contiguous()
         return torch.stack(parts, 1).flatten(0, 1) if made.interleaved else torch.cat(parts)
+
+    def size(self, name: str) -> int:
+        """Bytes in the file that `read` reads."""
+        made = self._made(name)
+        return made.size if isinstance(made, Entry) else sum(part.size for part in made.parts)
+
+    def _made(self, name: str) -> Entry | Made:
+        return self._tensors[EMBEDDING if name == LM_HEAD and self._tied else name]
 
     def layer_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
         """Names (below `model.layers.N.`) and shapes of one layer's tensors."""

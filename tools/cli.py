@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tools import bench, options
+from tools import bench, options, prepare
 from tools.errors import USAGE, ToolError
 from tools.framelogs import commands as framelogs
 
@@ -44,7 +44,7 @@ def run(arguments: list[str]) -> int:
         code = app(args=arguments, prog_name="kvring", standalone_mode=False)
         sys.stdout.flush()
     except ToolError as error:
-        return _fail(error.message, error.code)
+        return _fail(error.told, error.code)
     except typer.TyperException as error:
         return _fail(f"{error.format_message()} (see: kvring --help)", error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
@@ -119,6 +119,12 @@ def up(
     draft_depth: options.DraftDepth = None,
     draft_tokens: options.DraftTokens = None,
     insecure: options.Insecure = False,
+    on: options.RunOn = options.On.HERE,
+    ray_address: options.RayAddress = None,
+    ray_place: options.RayPlace = None,
+    ray_gpus: options.RayGpus = None,
+    ray_cpus: options.RayCpus = None,
+    ray_wait_s: options.RayWait = None,
 ) -> int:
     """Run a whole ring on this machine, with its HTTP API. Ctrl-C ends all of it."""
     _check_address(http)
@@ -126,6 +132,11 @@ def up(
     wanted = {name: getattr(value, "value", value) for name, value in context.params.items()}
     for name, value in wanted.items():
         _check_finite(name, value)
+    if wanted.pop("on") == options.On.RAY:
+        return _code(_command("on_ray.command.run_up_on_ray")(**wanted))
+    for name in [name for name in wanted if name.startswith("ray_")]:
+        if wanted.pop(name) is not None:
+            raise ToolError(f"--{name.replace('_', '-')} goes with --on ray", code=USAGE)
     return _code(_command("up.run_up")(**wanted))
 
 
@@ -239,10 +250,20 @@ def status(
     ring: Annotated[
         str | None, typer.Option(metavar="NAME", help="Whose slot [default: the only ring's].")
     ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Again and again, until Ctrl-C.")
+    ] = False,
+    seconds: Annotated[
+        float | None, typer.Argument(metavar="[SECONDS]", help="Of --watch [default: 1].")
+    ] = None,
 ) -> int:
     """Show rings, stages and slots. Exit code 0: ready, 3: not ready, 1: unreachable."""
     if keep is not None:
         _check_finite("keep", keep[1])
+    if seconds is not None and not watch:
+        raise ToolError(f"{seconds:g}: seconds are for --watch", code=USAGE)
+    if seconds is not None and not 0.1 <= seconds <= 3600:
+        raise ToolError(f"--watch {seconds:g}: 0.1 to 3600 seconds", code=USAGE)
     return _code(
         _command("status.run_status")(
             url=url,
@@ -252,8 +273,13 @@ def status(
             evict=evict,
             keep=keep,
             ring=ring,
+            watch_s=(1.0 if seconds is None else seconds) if watch else None,
         )
     )
+
+
+app.command()(prepare.doctor)
+app.command()(prepare.plan)
 
 
 @app.command()

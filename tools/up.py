@@ -21,11 +21,13 @@ from pathlib import Path
 from types import FrameType
 
 from tools.client import Client
+from tools.elsewhere import Elsewhere, Process
 from tools.errors import USAGE, ToolError
+from tools.glance import glancing
+from tools.loading import loading, opening
 from tools.pull import resolve_model
 from tools.security import check_http
 from tools.serve import listen
-from tools.terminal import ProgressLine
 from transport.config import (
     HUB,
     OFF,
@@ -85,7 +87,7 @@ class Child:
     """One process of the ring and where its output goes."""
 
     name: str
-    process: subprocess.Popen[bytes]
+    process: Process
     log: Path
 
     def last_words(self) -> str:
@@ -147,7 +149,7 @@ class _Interrupts:
             signal.signal(number, handler)
 
 
-def run_up(**options: object) -> int:
+def run_up(*, elsewhere: Elsewhere | None = None, **options: object) -> int:
     """Run a whole ring until Ctrl-C; 0 when that ended it. Raises ToolError."""
     wanted = Options(**options)  # type: ignore[arg-type]
     folder = Path(tempfile.mkdtemp(prefix="kvring-"))
@@ -155,13 +157,16 @@ def run_up(**options: object) -> int:
     interrupts = _Interrupts()
     failed = True
     try:
-        config = _plan(wanted, folder)
+        with opening(wanted.model, sys.stderr):  # the libraries alone take seconds
+            config = _plan(wanted, folder)
+        if elsewhere is not None:
+            config = elsewhere.place(config, folder)
         file = folder / "ring.toml"
         file.write_text(_checked(dumps(config), folder))
-        _start(wanted, config, file, children, interrupts)
+        _start(wanted, config, file, children, interrupts, elsewhere)
         _wait_ready(config, children)
         _greet(wanted, config)
-        _watch(children)
+        _watch(wanted, config, children)
     except _InterruptedError:
         failed = False
         return 0
@@ -274,11 +279,21 @@ def _name(model: str) -> str:
 
 
 def _start(
-    wanted: Options, config: Config, file: Path, children: list[Child], interrupts: _Interrupts
+    wanted: Options,
+    config: Config,
+    file: Path,
+    children: list[Child],
+    interrupts: _Interrupts,
+    elsewhere: Elsewhere | None,
 ) -> None:
     extra: list[str] = []
     if wanted.record is not None:
-        extra = ["--record", str(wanted.record), "--record-payloads", wanted.record_payloads]
+        extra = [
+            "--record",
+            str(wanted.record.absolute()),
+            "--record-payloads",
+            wanted.record_payloads,
+        ]
     commands = {"coordinator": ["coord", "--ring", str(file)]}
     if wanted.insecure:
         commands["coordinator"].append("--insecure")
@@ -287,7 +302,8 @@ def _start(
         keys.touch(mode=0o600)
         keys.write_text(_key_line(wanted.api_key))
         commands["coordinator"] += ["--api-key-file", str(keys)]
-    for stage in [stage for ring in config.rings for stage in ring.stages]:
+    here = config.rings if elsewhere is None else ()
+    for stage in [stage for ring in here for stage in ring.stages]:
         commands[stage.name] = ["stage", "--ring", str(file), "--name", stage.name]
     for name, arguments in commands.items():
         log = file.parent / f"{name}.log"
@@ -300,6 +316,10 @@ def _start(
                 start_new_session=True,  # the terminal's Ctrl-C is for this process alone
             )
             children.append(Child(name, process, log))
+    if elsewhere is not None:
+        with interrupts.hold():
+            started = elsewhere.start(file, extra, process)
+            children += [Child(*each, file.parent / f"{each[0]}.log") for each in started.items()]
 
 
 def _key_line(key: str) -> str:
@@ -320,25 +340,21 @@ def _fail_if_one_ended(children: list[Child]) -> None:
 
 def _wait_ready(config: Config, children: list[Child]) -> None:
     """Show each stage's progress until a token has been round the ring."""
-    line = ProgressLine(sys.stderr)
-    started = time.monotonic()
-    try:
-        with Client(f"http://{config.coordinator.http}") as client:
-            while True:
-                _fail_if_one_ended(children)
-                try:
-                    state = client.ready()
-                except ToolError:
-                    text = "starting the coordinator"
-                else:
-                    if state.ready:
-                        return
-                    text = state.detail
-                clock = f"[{time.monotonic() - started:4.1f} s] " if sys.stderr.isatty() else ""
-                line.show(clock + text)
-                time.sleep(POLL_S)
-    finally:
-        line.close()
+    with (
+        Client(f"http://{config.coordinator.http}") as client,
+        loading(config.rings, sys.stderr) as show,
+    ):
+        while True:
+            _fail_if_one_ended(children)
+            try:
+                state = client.ready()
+            except ToolError:
+                show(None)
+            else:
+                show(state)
+                if state.ready:
+                    return
+            time.sleep(POLL_S)
 
 
 def _greet(wanted: Options, config: Config) -> None:
@@ -370,10 +386,13 @@ def _greet(wanted: Options, config: Config) -> None:
     print("  kvring chat, kvring status; Ctrl-C ends it", flush=True)
 
 
-def _watch(children: list[Child]) -> None:
-    while True:
-        _fail_if_one_ended(children)
-        time.sleep(0.5)
+def _watch(wanted: Options, config: Config, children: list[Child]) -> None:
+    url = f"http://{config.coordinator.http}"
+    with Client(url, wanted.api_key) as client, glancing(client, sys.stderr) as look:
+        while True:
+            _fail_if_one_ended(children)
+            look()
+            time.sleep(0.5)
 
 
 def _stop(children: list[Child], interrupts: _Interrupts, drain_s: float) -> None:
