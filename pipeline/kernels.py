@@ -26,13 +26,17 @@ _PROBE_KEYS = 2 * KEYS
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """How a block computes: see `choose`. exact False: plain kernels, whatever is fastest."""
+    """How a block computes: see `choose`. exact False: plain kernels, whatever is fastest.
+
+    fused: the layers are pipeline.fused's.
+    """
 
     exact: bool
     packed: bool
     linear_rows: int
     attention_rows: int
     why_not: str = ""
+    fused: bool = False
 
     def describe(self, dtype: torch.dtype, device: torch.device) -> str:
         """The kernels' identity in words: equal text, equal bits (for one model)."""
@@ -41,13 +45,16 @@ class Kernels:
             amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
             where = torch.backends.cpu.get_cpu_capability() + ("+AMX" if amx else "")
         linear = f"{'packed' if self.packed else 'plain'} linear"
+        layers = "; fused layers" if self.fused else ""
         name = str(dtype).removeprefix("torch.")
         if not self.exact:
             reason = f" ({self.why_not})" if self.why_not else ""
-            return f"exact off{reason}; torch {torch.__version__}; {where}; {linear}; {name}"
+            return (
+                f"exact off{reason}; torch {torch.__version__}; {where}; {linear}{layers}; {name}"
+            )
         return (
             f"exact; torch {torch.__version__}; {where}; {linear} of {self.linear_rows} rows; "
-            f"attention of {self.attention_rows} rows; {name}"
+            f"attention of {self.attention_rows} rows{layers}; {name}"
         )
 
 

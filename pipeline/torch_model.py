@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
@@ -17,15 +17,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
-from transformers import AttentionInterface
 
+from pipeline.attention import ATTENTION, Part, Plan
+from pipeline.fused import Fused, products, suits
 from pipeline.kernels import (
     KEYS,
     ROWS,
     TILES,
     Linear,
-    Span,
-    attend,
     choose,
     linear_exact,
     linear_shapes,
@@ -39,69 +38,8 @@ from pipeline.sample import NOTHING, pick
 from pipeline.weights import EMBEDDING, FINAL_NORM, LM_HEAD, ModelError, Source
 from transport.frame import Result, Sampling, Segment, Tensor
 
-ATTENTION = "kvring"
 LOGIT_ROWS = 32  # rows projected at once: 32 x 49,152 x 4 bytes = 6 MB of logits, not 100 MB
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(slots=True)
-class Part:
-    """One segment in a forward: its slot and rows there, and its first row in the frame."""
-
-    slot: int
-    start: int
-    end: int
-    at: int
-    spans: list[Span]
-
-
-@dataclass(slots=True)
-class Plan:
-    """What every layer of one forward shares. caches: per layer, (keys, values)."""
-
-    parts: list[Part]
-    caches: dict[int, tuple[torch.Tensor, torch.Tensor]]
-
-
-def _attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,  # noqa: ARG001 - the library's signature
-    *,
-    plan: Plan,
-    scaling: float,
-    sliding_window: int | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """Write the rows' keys and values to their slots, then attend sequence by sequence.
-
-    query [1, heads, rows, head_dim], key and value [1, key heads, rows, head_dim]; returns
-    [1, rows, heads, head_dim]. Padding rows stay zero.
-    """
-    keys, values = plan.caches[module.layer_idx]  # type: ignore[index]
-    out = query.new_zeros(query.shape[1:])
-    for part in plan.parts:
-        last = part.at + part.end - part.start
-        slot_keys, slot_values = keys[part.slot], values[part.slot]
-        slot_keys[:, part.start : part.end] = key[0, :, part.at : last]
-        slot_values[:, part.start : part.end] = value[0, :, part.at : last]
-        for span in part.spans:
-            low = part.at + span.start - part.start
-            high = low + span.end - span.start
-            out[:, low:high] = attend(
-                query[0, :, low:high],
-                slot_keys,
-                slot_values,
-                span,
-                window=sliding_window,
-                scaling=scaling,
-            )
-    return out.transpose(0, 1)[None], None
-
-
-AttentionInterface.register(ATTENTION, _attention)
 
 
 class TorchModel:
@@ -143,8 +81,12 @@ class TorchModel:
         with torch.inference_mode():
             self._report(0.0, "probing kernels")
             heads = (self._heads, self._groups, self._size)
-            shapes = linear_shapes(source.layer_shapes)
-            self._kernels = choose(shapes, heads, dtype, self._device, exact)
+            fused = suits(source.family, self._config)
+            with torch.device("meta"):
+                layer = source.family.layer(self._config, 0)
+            shapes = products(layer) if fused else linear_shapes(source.layer_shapes)
+            kernels = choose(shapes, heads, dtype, self._device, exact)
+            self._kernels = replace(kernels, fused=fused)
             # the LM head's own probe may switch exactness off, but makes no KV row another one
             self._identity = self._kernels.describe(dtype, self._device)
             self._load(source)
@@ -235,6 +177,8 @@ class TorchModel:
         layer.load_state_dict(state, strict=True, assign=True)
         del state
         layer.eval().requires_grad_(False)
+        if self._kernels.fused:
+            return Fused(layer, self._kernels)
         replace_linears(layer, self._kernels)
         return layer
 
