@@ -2,9 +2,9 @@
 
 A row's result must be the same alone, in a chunk of any length, beside other slots, and with any
 finite garbage after its position. What it takes (docs/exactness.md): rows padded to multiples of
-8, at most `linear_rows` of them in one linear, key views of multiples of 512, one attention call
+8, at most `linear_rows` of them in one linear, key views of multiples of `keys`, one attention call
 for at most `attention_rows` query rows. `choose` probes this machine for the largest tiles that
-are bit-equal to 8 rows. Knows no slot, no frame and no file.
+are bit-equal to 8 rows, and the smallest step of keys. Knows no slot, no frame and no file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 ROWS = 8  # float32 GEMM with fewer than 4 rows, and attention with 1 to 3, are other kernels
-KEYS = 512  # scaled_dot_product_attention's key block on CPU: a partial one sums differently
+KEYS = 512  # scaled_dot_product_attention's key block on CPU: a partial one may sum differently
+KEY_STEPS = (64, 256, KEYS)  # what a view is rounded up to; with MKL's float32 256, on AMX 64 do
 TILES = (128, 32, 8)  # rows of one call, largest first; bfloat16 on AMX changes kernels above 32
 FOLD_ROWS = 64  # up to here a group's query heads share one call's rows: half the time at 1 token
 _PROBE_KEYS = 2 * KEYS
@@ -28,7 +29,7 @@ _PROBE_KEYS = 2 * KEYS
 class Kernels:
     """How a block computes: see `choose`. exact False: plain kernels, whatever is fastest.
 
-    fused: the layers are pipeline.fused's.
+    fused: the layers are pipeline.fused's. keys: attention looks at a multiple of so many.
     """
 
     exact: bool
@@ -37,6 +38,7 @@ class Kernels:
     attention_rows: int
     why_not: str = ""
     fused: bool = False
+    keys: int = KEYS
 
     def describe(self, dtype: torch.dtype, device: torch.device) -> str:
         """The kernels' identity in words: equal text, equal bits (for one model)."""
@@ -54,7 +56,7 @@ class Kernels:
             )
         return (
             f"exact; torch {torch.__version__}; {where}; {linear} of {self.linear_rows} rows; "
-            f"attention of {self.attention_rows} rows{layers}; {name}"
+            f"attention of {self.attention_rows} rows, {self.keys} keys{layers}; {name}"
         )
 
 
@@ -155,11 +157,12 @@ def spans(start: int, end: int, group: int, kernels: Kernels) -> list[Span]:
         rows = (end - start) * (group if fold else 1)
         return [Span(start, end, end, rows, fold, {})]
     made = []
-    keys = padded(end, KEYS)
     if padded(group * (end - start), ROWS) <= min(FOLD_ROWS, kernels.attention_rows):
+        keys = padded(end, kernels.keys)
         return [Span(start, end, keys, padded(group * (end - start), ROWS), True, {})]
     for at in range(start, end, kernels.attention_rows):
         stop = min(at + kernels.attention_rows, end)
+        keys = padded(stop, kernels.keys)
         made.append(Span(at, stop, keys, padded(stop - at, ROWS), False, {}))
     return made
 
@@ -245,7 +248,8 @@ def choose(
     for rows in TILES:
         tried = replace(kernels, attention_rows=rows)
         if _attention_exact(heads, dtype, device, tried):
-            return tried
+            steps = (replace(tried, keys=step) for step in KEY_STEPS)
+            return next(each for each in steps if _keys_exact(heads, dtype, device, each))
     return replace(PLAIN, why_not="attention differs by row")
 
 
@@ -276,29 +280,11 @@ def _attention_exact(
     heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device, kernels: Kernels
 ) -> bool:
     """True when chunks of many sizes give each row the bits it has alone, on wider views too."""
-    count, groups, size = heads
-    generator = torch.Generator().manual_seed(3)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(dtype).to(device)
-
     start, last = KEYS - 40, KEYS + 40  # the chunks cross a key block
-    query = random(count, last - start, size)
-    keys, values = random(groups, _PROBE_KEYS, size), random(groups, _PROBE_KEYS, size)
+    random = _RandomAttention(heads, dtype, device)
 
     def run(low: int, high: int) -> Tensor:
-        parts = [
-            attend(
-                query[:, s.start - start : s.end - start],
-                keys,
-                values,
-                s,
-                window=None,
-                scaling=size**-0.5,
-            )
-            for s in spans(low, high, count // groups, kernels)
-        ]
-        return torch.cat(parts, 1)
+        return random.run(low, high, kernels)
 
     alone = torch.cat([run(at, at + 1) for at in range(start, last)], 1)
     chunks = [(start, start + n) for n in (2, 3, 4, 5, 7, 8, 9, 16, 17, 24, 31, 32, 33, 34, 35)]
@@ -307,6 +293,55 @@ def _attention_exact(
     return all(
         torch.equal(run(low, high), alone[:, low - start : high - start]) for low, high in chunks
     )
+
+
+def _keys_exact(
+    heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device, kernels: Kernels
+) -> bool:
+    """True when views of every multiple of `kernels.keys` give the bits of whole key blocks."""
+    if kernels.keys == KEYS:
+        return True
+    random = _RandomAttention(heads, dtype, device)
+    whole = replace(kernels, keys=KEYS)
+    rows = [each for each in (1, 8, 16, 32, 64, 128) if each <= kernels.attention_rows]
+    return all(
+        torch.equal(random.run(end - n, end, kernels), random.run(end - n, end, whole))
+        for end in range(kernels.keys, _PROBE_KEYS, kernels.keys)
+        for n in rows
+        if n <= end
+    )
+
+
+class _RandomAttention:
+    """Attention over random queries, keys and values, always the same ones."""
+
+    def __init__(
+        self, heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        count, self.groups, self.size = heads
+        generator = torch.Generator().manual_seed(3)
+
+        def random(count: int) -> Tensor:
+            made = torch.randn(count, _PROBE_KEYS, self.size, generator=generator)
+            return made.to(dtype).to(device)
+
+        self.query, self.keys, self.values = random(count), random(self.groups), random(self.groups)
+
+    def run(self, low: int, high: int, kernels: Kernels) -> Tensor:
+        """The results of query rows [low, high), [heads, rows, head_dim]."""
+        cut = spans(low, high, len(self.query) // self.groups, kernels)
+        parts = [
+            attend(
+                self.query[:, s.start : s.end],
+                self.keys,
+                self.values,
+                s,
+                window=None,
+                scaling=self.size**-0.5,
+            )
+            for s in cut
+        ]
+        return torch.cat(parts, 1)
 
 
 def linear_shapes(shapes: dict[str, Any]) -> list[tuple[int, int]]:
