@@ -72,6 +72,7 @@ class TorchModel:
         self._report = progress or (lambda _share, _what: None)
         self._first, self._last = layers
         self._dtype, self._device = dtype, torch.device(device)
+        self._pinned = self._device.type == "cuda"
         self._slots, self._capacity = slots, padded(capacity, KEYS)
         self._config = copy.deepcopy(source.config)
         self._config._attn_implementation = ATTENTION
@@ -114,7 +115,7 @@ class TorchModel:
         else:
             assert payload is not None
             hidden = self._received(payload, count, rows)
-        index = torch.tensor(positions, device=self._device)
+        index = self._sent(torch.tensor(positions, pin_memory=self._pinned))
         rotary = (self._cos[index][None], self._sin[index][None])
         for layer in self._layers:
             hidden = layer(hidden, position_embeddings=rotary, plan=plan)
@@ -245,16 +246,21 @@ class TorchModel:
     def _embed(self, segments: Sequence[Segment], rows: int) -> torch.Tensor:
         ids = [token for segment in segments for token in segment.tokens]
         ids.extend([0] * (rows - len(ids)))
-        return F.embedding(torch.tensor(ids, device=self._device), self._embedding)[None]
+        index = self._sent(torch.tensor(ids, pin_memory=self._pinned))
+        return F.embedding(index, self._embedding)[None]
 
     def _received(self, payload: Tensor, count: int, rows: int) -> torch.Tensor:
         """The payload as [1, rows, hidden]: one copy, which also makes the padding rows."""
         hidden = int(self._config.hidden_size)
         assert DTYPES.get(payload.dtype) == self._dtype, (payload.dtype, self._dtype)
         assert payload.shape == (count, hidden), (payload.shape, count, hidden)
-        tensor = torch.zeros(1, rows, hidden, dtype=self._dtype)
+        tensor = torch.zeros(1, rows, hidden, dtype=self._dtype, pin_memory=self._pinned)
         _bytes(tensor)[: len(payload.data)] = payload.data
-        return tensor.to(self._device)
+        return self._sent(tensor)
+
+    def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A host tensor on the device. From pinned memory the copy waits for nothing."""
+        return tensor.to(self._device, non_blocking=True)
 
     def _results(
         self,
@@ -292,13 +298,19 @@ class TorchModel:
         count = len(rows)
         if self._kernels.exact:
             rows = rows + [rows[0]] * (padded(count, ROWS) - count)
-        chosen = hidden[torch.tensor(rows, device=self._device)][None]
-        logits: torch.Tensor = self._head(self._norm(chosen))
-        return logits[0, :count].float()
+        index = self._sent(torch.tensor(rows, pin_memory=self._pinned))
+        logits: torch.Tensor = self._head(self._norm(hidden[index][None]))
+        # One wait for all rows; and only the host's argmax takes the first of equals.
+        return logits[0, :count].float().cpu()
 
 
 def _to_wire(rows: torch.Tensor) -> Tensor:
     """[tokens, hidden] as a frame's tensor, without a copy on CPU; the buffer keeps it alive."""
+    if rows.is_cuda:
+        pinned = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+        pinned.copy_(rows, non_blocking=True)
+        torch.cuda.current_stream(rows.device).synchronize()  # the forward's only wait
+        rows = pinned
     rows = rows.cpu().contiguous()
     name = str(rows.dtype).removeprefix("torch.")
     return Tensor(name, tuple(rows.shape), _bytes(rows))
