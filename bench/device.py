@@ -213,7 +213,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=600, help="tokens")
     parser.add_argument("--reply", type=int, default=48, help="tokens")
     wanted = parser.parse_args()
-    path = resolve_model(wanted.model, wanted.models)
+    path = resolve_model(wanted.model, wanted.models).resolve()
     layers, _ = describe_model(str(path))
     vocabulary = vocabulary_of(str(path))
     draw = random.Random(1)

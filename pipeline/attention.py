@@ -20,13 +20,17 @@ ATTENTION = "kvring"
 
 @dataclass(slots=True)
 class Part:
-    """One segment in a forward: its slot and rows there, and its first row in the frame."""
+    """One segment in a forward: its slot and rows there, and its first row in the frame.
+
+    positions: the rows as a tensor, where they change between replays of a recording.
+    """
 
     slot: int
     start: int
     end: int
     at: int
     spans: list[Span]
+    positions: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -57,8 +61,12 @@ def attention(
     for part in plan.parts:
         last = part.at + part.end - part.start
         slot_keys, slot_values = keys[part.slot], values[part.slot]
-        slot_keys[:, part.start : part.end] = key[:, part.at : last]
-        slot_values[:, part.start : part.end] = value[:, part.at : last]
+        if part.positions is None:
+            slot_keys[:, part.start : part.end] = key[:, part.at : last]
+            slot_values[:, part.start : part.end] = value[:, part.at : last]
+        else:
+            slot_keys.index_copy_(1, part.positions, key[:, part.at : last])
+            slot_values.index_copy_(1, part.positions, value[:, part.at : last])
         for span in part.spans:
             low = part.at + span.start - part.start
             high = low + span.end - span.start

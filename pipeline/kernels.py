@@ -136,6 +136,7 @@ class Span:
     """Query rows [start, end) of one sequence and the keys they may see: one or more calls.
 
     keys: length of the key view. masks: float, per sliding window, made once per forward.
+    positions: of the tokens where they are not [start, end), see pipeline.graphs.
     """
 
     start: int
@@ -144,6 +145,7 @@ class Span:
     rows: int
     fold: bool
     masks: dict[int | None, Tensor]
+    positions: Tensor | None = None
 
 
 def spans(start: int, end: int, group: int, kernels: Kernels) -> list[Span]:
@@ -173,7 +175,10 @@ def _mask(span: Span, window: int | None, group: int, like: Tensor) -> Tensor:
     Padding rows are all 0: a row of -inf would be NaN.
     """
     keys = torch.arange(span.keys, device=like.device)
-    positions = torch.arange(span.start, span.end, device=like.device)[:, None]
+    positions = span.positions
+    if positions is None:
+        positions = torch.arange(span.start, span.end, device=like.device)
+    positions = positions[:, None]
     hidden = keys > positions
     if window is not None:
         hidden |= keys <= positions - window

@@ -20,6 +20,7 @@ from torch import nn
 
 from pipeline.attention import ATTENTION, Part, Plan
 from pipeline.fused import Fused, products, suits
+from pipeline.graphs import Steps, fits
 from pipeline.kernels import (
     KEYS,
     ROWS,
@@ -91,6 +92,9 @@ class TorchModel:
             # the LM head's own probe may switch exactness off, but makes no KV row another one
             self._identity = self._kernels.describe(dtype, self._device)
             self._load(source)
+            # Only there launching takes longer than running; the library's layers may wait inside.
+            record = self._device.type == "cuda" and self._kernels.exact and fused
+            self._steps = self._make_steps() if record else None
         self._info = self._describe(source)
         self._report(1.0, "loaded")
 
@@ -115,13 +119,21 @@ class TorchModel:
         else:
             assert payload is not None
             hidden = self._received(payload, count, rows)
-        index = self._sent(torch.tensor(positions, pin_memory=self._pinned))
-        rotary = (self._cos[index][None], self._sin[index][None])
-        for layer in self._layers:
-            hidden = layer(hidden, position_embeddings=rotary, plan=plan)
+        if self._steps is not None and fits(plan, self._capacity):
+            hidden = self._steps.run(plan.parts[0], hidden)
+        else:
+            index = self._sent(torch.tensor(positions, pin_memory=self._pinned))
+            hidden = self._through(hidden, index, plan)
         if self._info.tail:
             return Output(None, self._results(segments, hidden[0], histories))
         return Output(_to_wire(hidden[0, :count]))
+
+    def _through(self, hidden: torch.Tensor, positions: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """All layers over [1, rows, hidden]; positions: [rows]."""
+        rotary = (self._cos[positions][None], self._sin[positions][None])
+        for layer in self._layers:
+            hidden = layer(hidden, position_embeddings=rotary, plan=plan)
+        return hidden
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
@@ -166,6 +178,11 @@ class TorchModel:
             self._norm.load_state_dict({"weight": self._read(source, FINAL_NORM)}, assign=True)
             self._head = self._lm_head(source)
         self._cos, self._sin = self._rotary_table(source)
+
+    def _make_steps(self) -> Steps:
+        like = torch.empty(int(self._config.hidden_size), dtype=self._dtype, device=self._device)
+        group = self._heads // self._groups
+        return Steps(self._through, Plan([], self._caches), like, group, self._kernels)
 
     def _read(self, source: Source, name: str) -> torch.Tensor:
         return source.read(name, self._dtype).to(self._device)
