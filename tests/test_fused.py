@@ -1,4 +1,4 @@
-"""Fused layers do as the library's, found at load; recorded steps give an ordinary forward's bits."""
+"""Fused layers do as the library's; recorded steps give an ordinary forward's bits."""
 
 import random
 from pathlib import Path
