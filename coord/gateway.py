@@ -20,6 +20,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from coord.actions import TurnError
+from coord.help import pointer
 from coord.history import History, spelling
 from coord.http.answer import Answer, ChatAnswer, TextAnswer
 from coord.http.choices import Choices
@@ -191,7 +192,11 @@ class _Gateway:
         prompt: Prompt,
         answer: Answer,
     ) -> Response:
-        choices = self._submit(request, wanted, prompt, answer.id)
+        try:
+            choices = self._submit(request, wanted, prompt, answer.id)
+        except TurnError as refusal:
+            self._metrics.failed(refusal.code)
+            raise
         _log.info("turn", id=answer.id, prompt=len(prompt.whole), stream=wanted.stream)
         headers = {
             "x-request-id": answer.id,
@@ -399,6 +404,8 @@ class _Gateway:
             ready, state = False, "draining"
             missing = f"draining: {self._door.running} turns are still running"
         body = {"ready": ready, "state": state, "missing": missing, **self._engine.progress()}
+        if not ready:
+            body["doc"] = pointer(missing, "draining" if self._door.draining else "not_ready")
         headers = {} if ready else {"retry-after": str(self._settings.retry_after_s)}
         return JSONResponse(body, 200 if ready else 503, headers)
 

@@ -62,8 +62,8 @@ def faults(
         at = entry.layers[1]
         if entry.fingerprint != first.fingerprint or entry.layers_total != first.layers_total:
             return (
-                f"stages {first.name} and {entry.name} have different weights, precision or "
-                f"kernels ({first.fingerprint.hex()[:12]} {first.kernel}, "
+                f"stages {first.name} and {entry.name} have different weights or precision "
+                f"({first.fingerprint.hex()[:12]} {first.kernel}, "
                 f"{entry.fingerprint.hex()[:12]} {entry.kernel})"
             )
         if (entry.slots, entry.capacity) != (first.slots, first.capacity):

@@ -34,6 +34,17 @@ def counters(scheduler: Scheduler) -> dict[str, float]:
     }
     for field in fields(totals):
         found[f"{field.name}_total"] = getattr(totals, field.name)
+    found["slots"] = len(slots)
+    found["slots_occupied"] = sum(bool(slot.resident) for slot in slots)
+    found["slot_rows"] = rows
+    found["resident_rows"] = sum(slot.resident for slot in slots)
+    for ring in rings:
+        for stage in ring.spec.stages:
+            where = f'{{ring="{ring.name}",stage="{stage.name}"}}'
+            computed_us = ring.stats.forward_us.get(stage.name, 0)
+            found[f"stage_busy_seconds_total{where}"] = computed_us / 1e6
+        if ring.stats.hop_s is not None:
+            found[f'hop_seconds{{ring="{ring.name}"}}'] = ring.stats.hop_s
     found["parked_prefixes"] = sum(len(ring.ledger.parked) for ring in rings)
     found["parked_rows"] = sum(_parked_rows(ring) for ring in rings)
     reasons: dict[str, int] = {}
@@ -71,7 +82,7 @@ def describe_ring(ring: Ring, now: float) -> dict[str, object]:
         "epoch": ring.epoch,
         "fingerprint": ring.fingerprint.hex(),
         "exact": ring.exact,
-        "kernel": next(iter(kernels.values()), ""),
+        "kernel": " | ".join(dict.fromkeys(kernels.values())),
         "reuse": ring.reuse,
         "frames_in_flight": len(ring.in_flight),
         "window_frames": ring.window,
@@ -82,6 +93,7 @@ def describe_ring(ring: Ring, now: float) -> dict[str, object]:
                 "name": stage.name,
                 "address": stage.address,
                 "layers": list(stage.layers),
+                "kernel": kernels.get(stage.name, ""),
                 "busy_share": ring.busy.get(stage.name),
                 **beat(ring.heartbeats.get(stage.name), now),
                 "forward_s": round(ring.stats.forward_us.get(stage.name, 0) / 1e6, 3),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pipeline.model import StageModel, ToyModel
+from pipeline.model import ModelError, StageModel, ToyModel
 from transport.config import TOY, Config, Ring, Stage
 
 TOY_LAYERS = 6
@@ -36,18 +36,50 @@ def load_model(
     from pipeline.torch_model import DTYPES, TorchModel
     from pipeline.weights import open_model
 
+    check_device(device)
     progress(0.0, f"opening {config.model.path}")
-    return TorchModel(
-        open_model(config.model.path),
-        spec.layers,
-        slots=limits.slots,
-        capacity=limits.max_model_len,
-        dtype=DTYPES[config.model.dtype],
-        device=device,
-        exact=config.model.exact,
-        threads=spec.threads,
-        progress=progress,
-    )
+    try:
+        return TorchModel(
+            open_model(config.model.path),
+            spec.layers,
+            slots=limits.slots,
+            capacity=limits.max_model_len,
+            dtype=DTYPES[config.model.dtype],
+            device=device,
+            exact=config.model.exact,
+            threads=spec.threads,
+            progress=progress,
+        )
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ModelError(
+            f"not enough memory on {device} for layers [{spec.layers[0]}, {spec.layers[1]}) with "
+            f"{limits.slots} slots of {limits.max_model_len} rows"
+        ) from error
+
+
+def check_device(device: str) -> None:
+    """ModelError where torch cannot compute on that device, before anything is read."""
+    import torch
+
+    try:
+        wanted = torch.device(device)
+    except RuntimeError:
+        raise ModelError(f"device {device}: torch knows none of that name (cpu, cuda:0)") from None
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted.type == "cuda" and (wanted.index or 0) >= count:
+        raise ModelError(
+            f"device {device}: this installation of torch ({torch.__version__}) sees {count} GPUs"
+        )
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether torch failed for want of memory; on a CPU it says so in words alone."""
+    import torch
+
+    words = ("can't allocate memory", "not enough memory")
+    return isinstance(error, torch.OutOfMemoryError) or any(each in str(error) for each in words)
 
 
 def describe_model(path: str) -> tuple[int, int]:

@@ -23,10 +23,11 @@ class ModelError(ValueError):
 class ModelInfo:
     """What a stage says of its block in a roll call.
 
-    layers: [first, last) of layers_total. fingerprint: of the whole model, its precision and its
-    kernels (equal on every stage of a ring). capacity: rows per slot. kernel: how exact mode is
-    kept, in words ("off" where it is not). row_bytes: host memory of one parked KV row.
-    activations: dtype and length of a row that comes from the stage before; None: not checked.
+    layers: [first, last) of layers_total. fingerprint: of the whole model and its precision (equal
+    on every stage of a ring). capacity: rows per slot. kernel: what computes here and how exact
+    mode is kept, in words ("exact off" where it is not); each stage may have another.
+    row_bytes: host memory of one parked KV row. activations: dtype and length of a row that comes
+    from the stage before; None: not checked.
     """
 
     layers: tuple[int, int]

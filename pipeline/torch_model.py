@@ -235,7 +235,9 @@ class TorchModel:
     def _describe(self, source: Source) -> ModelInfo:
         kernel = self._kernels.describe(self._dtype, self._device)
         identity = blake2b(source.fingerprint, digest_size=16)
-        identity.update(self._identity.encode())
+        # Kernels are not part of it: rows live and die with the process that computed them, and a
+        # stage that begins anew has every row behind it computed again.
+        identity.update(str(self._dtype).encode())
         return ModelInfo(
             (self._first, self._last),
             source.layers_total,

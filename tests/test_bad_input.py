@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from coord.help import anchor
 from coord.tokenizer import load_tokenizer
-from pipeline.load import describe_model
+from pipeline.load import describe_model, load_model
 from pipeline.model import ModelError
 from tests import processes, randommodel
 from tests.modelfile import default_model
@@ -446,3 +447,30 @@ def test_clients_that_send_half_a_request(toy: str) -> None:
             link.sendall(half_of_it)
     processes.idle(toy)
     assert complete(toy, [4, 5, 6], 20).tokens == truth([4, 5, 6], 20)
+
+
+# ---- devices and memory --------------------------------------------------------------------------
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("device", "slots", "words"),
+    [
+        ("cuda:99", 1, ["device cuda:99", "installation of torch", "GPUs"]),
+        ("cuda:x", 1, ["device cuda:x", "none of that name"]),
+        ("cpu", 1024, ["not enough memory on cpu", "[0, 1)", "1024 slots of 1048576 rows"]),
+    ],
+)
+def test_a_block_that_has_no_place(
+    device: str, slots: int, words: list[str], tmp_path: Path
+) -> None:
+    limits = replace(QUICK, slots=slots, max_model_len=1 << 20)
+    model = str(default_model())
+    ring = write_ring(tmp_path / "ring.toml", model=model, layers=1, stages=1, limits=limits)
+    (one,) = ring.config.rings
+    with pytest.raises(ModelError) as caught:
+        load_model(ring.config, one, one.head, device, lambda _share, _what: None)
+    for word in words:
+        assert word in str(caught.value)
+    kind = {"cuda:99": "torch", "cpu": "not-enough-memory"}.get(device)
+    assert anchor(str(caught.value)) == kind

@@ -202,8 +202,8 @@ def test_an_unexpected_failure_keeps_its_traceback(
         cli.run(["up"])
 
 
-def test_the_readmes_ring_toml_is_valid() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_pages_ring_toml_is_valid() -> None:
+    text = (ROOT / "docs" / "ring-toml.md").read_text(encoding="utf-8")
     config = loads(text.split("```toml\n")[1].split("```")[0], folder=ROOT)
     assert [stage.layers for stage in config.rings[0].stages] == [(0, 15), (15, 30)]
 

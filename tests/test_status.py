@@ -63,7 +63,8 @@ def test_unreachable_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_wrong_key_is_said(fake: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     fake.api_key = "secret"
     assert cli.run(["status", "--url", fake.url]) == 1
-    assert capsys.readouterr().err == "kvring: the server says 401: wrong API key\n"
+    said = "kvring: the server says 401: wrong API key (docs/troubleshooting.md#api-keys)\n"
+    assert capsys.readouterr().err == said
     assert cli.run(["status", "--url", fake.url, "--api-key", "secret"]) == 0
 
 

@@ -44,7 +44,7 @@ def run(arguments: list[str]) -> int:
         code = app(args=arguments, prog_name="kvring", standalone_mode=False)
         sys.stdout.flush()
     except ToolError as error:
-        return _fail(error.message, error.code)
+        return _fail(error.told, error.code)
     except typer.TyperException as error:
         return _fail(f"{error.format_message()} (see: kvring --help)", error.exit_code)
     except (KeyboardInterrupt, typer.Abort):

@@ -27,7 +27,7 @@ class ServerError(ToolError):
     """The server answered, with an error: its HTTP status (or 0 inside a stream) and message."""
 
     def __init__(self, status: int, message: str, code: str | None = None) -> None:
-        super().__init__(message)
+        super().__init__(message, kind=code)
         self.status = status
         self.error_code = code
 

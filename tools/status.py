@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 
+from coord.help import pointed
 from tools.client import Client, Json, Readiness, integer, number
 from tools.terminal import paint
 
@@ -68,7 +69,7 @@ def render(body: Json, readiness: Readiness, painter: Painter) -> list[str]:
     ]
     lines = [" · ".join(parts)]
     if not readiness.ready:
-        lines.append(painter(f"  {readiness}", "yellow"))
+        lines.append(painter(f"  {pointed(str(readiness))}", "yellow"))
     for ring in _objects(body.get("rings")):
         lines += ["", *_ring(ring, painter)]
     return lines

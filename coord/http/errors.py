@@ -1,6 +1,7 @@
 """Owns the edge of the HTTP API: who may come in, how much they may send, and how errors look.
 
-One envelope on every path (case 43): {"error": {message, type, param, code}}.
+One envelope on every path (case 43): {"error": {message, type, param, code}}, and
+`doc` where docs/troubleshooting.md has more.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coord.actions import TurnError
+from coord.help import pointer
 from coord.http.keys import ANYBODY, Caller, Keyring
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -31,16 +33,18 @@ class ClientGoneError(Exception):
 
 
 def body_of(error: TurnError) -> dict[str, object]:
-    """The error envelope as JSON-able data."""
+    """The error envelope as JSON-able data. doc: where to read on, if there is a section."""
     kind = _TYPES.get(
         error.status, "server_error" if error.status >= 500 else "invalid_request_error"
     )
+    where = pointer(error.message, error.code)
     return {
         "error": {
             "message": error.message,
             "type": kind,
             "param": error.param,
             "code": error.code,
+            **({} if where is None else {"doc": where}),
         }
     }
 

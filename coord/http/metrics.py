@@ -40,7 +40,7 @@ class Metrics:
         self._prompt = counter("prompt_tokens", "Prompt tokens of admitted turns.")
         self._generated = counter("generation_tokens", "Tokens committed for clients.")
         self._ended = counter("request_success", "Turns that ended.", ("finished_reason",))
-        self._failed = counter("request_failure", "Turns that failed.", ("code",))
+        self._failed = counter("request_failure", "Turns that failed, or were refused.", ("code",))
         self._ttft = histogram("time_to_first_token_seconds", "Submit to first token.", _TTFT)
         self._between = histogram("inter_token_latency_seconds", "Between tokens.", _TOKEN)
         self._whole = histogram("e2e_request_latency_seconds", "Submit to end.", _TURN)
@@ -71,7 +71,7 @@ class Metrics:
         self._whole.observe(took_s)
 
     def failed(self, code: str) -> None:
-        """A turn ended without a result."""
+        """A turn ended without a result, or was refused."""
         self._failed.labels(code).inc()
 
     def exposition(self) -> bytes:

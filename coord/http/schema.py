@@ -59,48 +59,74 @@ class StreamOptions(Strict):
     unsupported: ClassVar[Neutral] = {"continuous_usage_stats": (False,)}
 
     include_usage: bool = False
-    include_obfuscation: bool = False  # accepted: no obfuscation is ever added
+    """The stream ends with a chunk that has `usage` and no choices."""
+    include_obfuscation: bool = False
+    """Accepted; nothing is ever added."""
 
 
 class Extra(Strict):
-    """The request's `kvring` object.
-
-    reuse false: prefill the whole prompt, for measurements. keep_s: the slot should not be given up
-    for so long after the turn. timeout_s: queued or running, the turn ends after so long.
-    """
+    """The request's `kvring` object."""
 
     reuse: bool = True
+    """false prefills the whole prompt, for measurements."""
     keep_s: float = Field(default=0.0, ge=0.0, le=MAX_KEEP_S)
+    """Seconds after the turn for which its slot is not given up while another one can be."""
     timeout_s: float = Field(default=MAX_TIMEOUT_S, gt=0.0, le=MAX_TIMEOUT_S)
+    """Queued or running, the turn ends after so many seconds; the server's limits.deadline_s where
+    that is less."""
 
 
 class Common(Strict):
     """Parameters of both completion APIs. See docs/api.md."""
 
     model: str | None = None
+    """A name that GET /v1/models lists [default: the first]; another one is a 404."""
     max_tokens: int | None = Field(None, ge=1)
+    """At most so many tokens are generated, the stop token included [default: what the context
+    length leaves]."""
     stream: bool = False
+    """The answer comes as server-sent events."""
     stream_options: StreamOptions | None = None
+    """Only with `stream`."""
     temperature: float = Field(1.0, ge=0.0, le=2.0)
+    """0 is greedy: ties go to the lowest token id."""
     top_p: float = Field(1.0, ge=0.0, le=1.0)
+    """The likeliest tokens stay until their chances add up to this; 1 is off."""
     top_k: int = Field(0, ge=-1, lt=1 << 31)
+    """So many of the likeliest tokens stay; 0 and -1 are off."""
     min_p: float = Field(0.0, ge=0.0, le=1.0)
+    """Tokens stay whose chance is at least this share of the likeliest one's; 0 is off."""
     repetition_penalty: float = Field(1.0, ge=0.1, le=10.0)
+    """Of every token in prompt or reply: a positive logit is divided by it, another multiplied."""
     presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    """Subtracted once from the logit of every token that the reply has."""
     frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    """Subtracted from a token's logit for each time that the reply has it."""
     logit_bias: dict[str, Bias] = Field(default_factory=dict, max_length=MAX_BIASES)
+    """Token ids (as strings), and what is added to their logits: -100 to 100."""
     seed: int | None = Field(None, ge=-I63, lt=I63)
+    """Its low 63 bits count [default: drawn, and told in `kvring.seed`]."""
     n: int = Field(1, ge=1, le=MAX_CHOICES)
+    """Choices, with the seeds seed, seed + 1, ...; the prompt is prefilled once."""
     stop: Stop | list[Stop] = Field(default_factory=list)
+    """A string, or up to 16 of them, before which the answer's text ends."""
     stop_token_ids: Tokens = Field(default_factory=list, max_length=64)
+    """Further ids that end the reply."""
     ignore_eos: bool = False
+    """The model's own end tokens do not end the reply."""
     min_tokens: int = Field(0, ge=0, lt=1 << 31)
+    """At least so many tokens come before a stop token or a stop string."""
     cache_salt: str | None = Field(None, min_length=1, max_length=512)
-    # Name the session, the first one given counts. A resident prefix is found without them.
+    """Prefixes are shared only within one salt."""
     user: Hint | None = None
+    """Names the session where neither `prompt_cache_key` nor the header X-Session-ID does."""
     prompt_cache_key: Hint | None = None
+    """Names the session: an edited turn may overwrite its own old branch. A resident prefix is
+    found without it."""
     safety_identifier: Hint | None = None
+    """Accepted; changes nothing."""
     kvring: Extra = Extra()
+    """What only this server knows."""
 
     @field_validator("stop")
     @classmethod
@@ -144,14 +170,13 @@ class Part(Strict):
     """One part of a message's content; text only."""
 
     type: Literal["text"]
+    """Text is all there is."""
     text: str
+    """The text."""
 
 
 class Message(Strict):
-    """One message of a conversation. content: a string, or text parts joined by newlines.
-
-    tool_calls: of an assistant, whose content may be absent then. tool_call_id: of a tool's result.
-    """
+    """One message of a conversation."""
 
     unsupported: ClassVar[Neutral] = {
         "function_call": (),
@@ -161,10 +186,15 @@ class Message(Strict):
     }
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
+    """Who says it; the chat template sees `developer` as `system`."""
     tool_calls: Calls = Field(default_factory=list)
+    """An assistant's calls, as they were answered."""
     content: str | list[Part] | None = Field(None, validate_default=True)
+    """Text, or parts that are joined by newlines; may be absent beside `tool_calls`."""
     name: Hint | None = None
+    """Handed to the chat template, which may print it."""
     tool_call_id: Hint | None = None
+    """Of a tool's message: the call that it answers."""
 
     @field_validator("content")
     @classmethod
@@ -220,12 +250,20 @@ class ChatRequest(Common):
     }
 
     messages: Annotated[list[Message], Field(fail_fast=True)] = Field(min_length=1)
+    """The conversation so far."""
     max_completion_tokens: int | None = Field(None, ge=1)
+    """As `max_tokens`; of both, the smaller one counts."""
     logprobs: bool = False
+    """Each token of the answer comes with its log probability."""
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    """And with those of so many of the likeliest tokens; only with `logprobs`."""
     tools: Tools = Field(default_factory=list)
+    """Functions that the model may call; a model whose template takes none answers 400."""
     tool_choice: Choice | NamedChoice = "auto"
+    """auto: the model decides. none: calls are not looked for. required, or a named function: the
+    answer begins with a call."""
     parallel_tool_calls: bool = True
+    """false ends the turn behind the first call."""
 
     @property
     def opening(self) -> str:
@@ -270,7 +308,7 @@ class ChatRequest(Common):
 
 
 class CompletionRequest(Common):
-    """POST /v1/completions. prompt: text or token ids (or a list of exactly one of them)."""
+    """POST /v1/completions."""
 
     unsupported: ClassVar[Neutral] = _SHARED_UNSUPPORTED | {
         "suffix": ("",),
@@ -278,7 +316,9 @@ class CompletionRequest(Common):
     }
 
     prompt: str | Tokens | Annotated[list[str | Tokens], Field(fail_fast=True)]
+    """Text, or token ids, which are taken as they are; or a list of exactly one of them."""
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    """So many of the likeliest tokens are listed at each position."""
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -307,10 +347,15 @@ class TokenizeRequest(Strict):
     """POST /tokenize: either prompt or messages."""
 
     model: str | None = None
+    """A name that GET /v1/models lists [default: the first]."""
     prompt: str | None = None
+    """Text to encode; or give `messages`."""
     messages: Annotated[list[Message], Field(fail_fast=True)] | None = Field(None, min_length=1)
+    """A conversation, written by the chat template with the header of an answer behind it."""
     tools: Tools = Field(default_factory=list)
+    """Functions for the chat template."""
     add_special_tokens: bool = True
+    """A `prompt` begins with the model's BOS token where the model expects one."""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> TokenizeRequest:
@@ -323,13 +368,16 @@ class KeepRequest(Strict):
     """PUT /ring/slots/{slot}."""
 
     keep_s: float = Field(ge=0.0, le=MAX_KEEP_S)
+    """For so many seconds it is not given up; 0: as any other."""
 
 
 class DetokenizeRequest(Strict):
     """POST /detokenize."""
 
     model: str | None = None
+    """A name that GET /v1/models lists [default: the first]."""
     tokens: Tokens
+    """Ids; control tokens are spelled out in the answer."""
 
 
 R = TypeVar("R", bound=Strict)

@@ -17,7 +17,12 @@ class Strict(BaseModel):
     """Base of every request object. See the module."""
 
     model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, hide_input_in_errors=True
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        allow_inf_nan=False,
+        hide_input_in_errors=True,
+        use_attribute_docstrings=True,  # each field's words in GET /openapi.json
     )
     unsupported: ClassVar[Neutral] = {}
 

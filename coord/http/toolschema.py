@@ -20,20 +20,25 @@ Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_
 
 
 class Function(Strict):
-    """A function that the model may call. parameters: a JSON Schema, for the model to read."""
+    """A function that the model may call."""
 
     unsupported: ClassVar[Neutral] = {"strict": (False,)}
 
     name: Name
+    """What a call names."""
     description: str | None = None
+    """For the model to read."""
     parameters: dict[str, Any] | None = None
+    """A JSON Schema, for the model to read; nothing holds its calls to it."""
 
 
 class Tool(Strict):
     """One entry of tools."""
 
     type: Literal["function"]
+    """Functions are all there is."""
     function: Function
+    """The function."""
     _came: dict[str, Any] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="wrap")
@@ -55,32 +60,41 @@ class FunctionName(Strict):
     """Names a function of the request's tools."""
 
     name: Name
+    """One of `tools`."""
 
 
 class NamedChoice(Strict):
     """A tool_choice: this function, and no other answer."""
 
     type: Literal["function"]
+    """Functions are all there is."""
     function: FunctionName
+    """The function that is called."""
 
 
 Choice: TypeAlias = Literal["none", "auto", "required"]
 
 
 class CalledFunction(Strict):
-    """What an assistant called. name: any text, as the model may have made it up."""
+    """What an assistant called."""
 
     name: str = Field(min_length=1, max_length=512)
+    """Any text: the model may have made it up."""
     arguments: str
+    """The text of the arguments, as it was answered."""
 
 
 class ToolCall(Strict):
-    """A call of an assistant's message. index: some clients send a stream's field back."""
+    """A call of an assistant's message."""
 
     id: str = Field(max_length=512)
+    """What the result's `tool_call_id` names."""
     type: Literal["function"] = "function"
+    """Functions are all there is."""
     function: CalledFunction
+    """Whom it called, with what."""
     index: int | None = None
+    """A stream's field that some clients send back; ignored."""
 
     def plain(self) -> dict[str, Any]:
         """What the chat template sees."""

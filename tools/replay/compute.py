@@ -220,7 +220,9 @@ def _check(process: Process, then: ModelInfo, now: ModelInfo) -> bool:
         raise ToolError(
             f"{process.paths[0]}: no outputs to compare with: record with --record-payloads full"
         )
-    exact = then.fingerprint == now.fingerprint and not now.kernel.startswith("exact off")
+    exact = (then.fingerprint, then.kernel) == (now.fingerprint, now.kernel) and not (
+        now.kernel.startswith("exact off")
+    )
     if kept is Payloads.DIGEST and not then.tail and not exact:
         raise ToolError(
             f"{process.paths[0]}: only digests of the outputs, and this block is not exact as the "
