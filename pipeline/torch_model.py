@@ -89,8 +89,6 @@ class TorchModel:
             shapes = products(layer) if fused else linear_shapes(source.layer_shapes)
             kernels = choose(shapes, heads, dtype, self._device, exact)
             self._kernels = replace(kernels, fused=fused)
-            # the LM head's own probe may switch exactness off, but makes no KV row another one
-            self._identity = self._kernels.describe(dtype, self._device)
             self._load(source)
             # Only there launching takes longer than running; the library's layers may wait inside.
             record = self._device.type == "cuda" and self._kernels.exact and fused
