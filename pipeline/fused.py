@@ -82,60 +82,42 @@ class Fused(nn.Module):
     def forward(
         self, hidden: Tensor, *, position_embeddings: tuple[Tensor, Tensor], plan: Plan
     ) -> Tensor:
-        """hidden: [1, rows, width] -> the same; position_embeddings: two of [1, rows, head_dim].
-
-        What needs no other row runs a product's tile at a time: its rows stay in the cache.
-        """
-        tile = self.qkv.rows or hidden.shape[1]
-        tiles = torch.split(hidden, tile, 1)
-        cos, sin = (torch.split(each[0, :, None], tile) for each in position_embeddings)
-        qkv = _joined([self._before(*each) for each in zip(tiles, cos, sin, strict=True)], 0)
-        qkv = qkv.transpose(0, 1)
-        key_end = self.heads + self.groups
-        found = attention(
-            plan,
-            self.index,
-            qkv[: self.heads],
-            qkv[self.heads : key_end],
-            qkv[key_end:],
-            scaling=self.scaling,
-            window=self.window,
-        )
-        pieces = torch.split(found.view(1, hidden.shape[1], -1), tile, 1)
-        return _joined([self._after(*each) for each in zip(tiles, pieces, strict=True)], 1)
-
-    def _before(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Queries, keys and values, [rows, heads, head_dim], the first two turned."""
-        qkv: Tensor = self.qkv(self.norm(hidden)).view(hidden.shape[1], -1, self.size)
+        """hidden: [1, rows, width] -> the same; position_embeddings: two of [1, rows, head_dim]."""
+        rows = hidden.shape[1]
+        qkv = self.qkv(self.norm(hidden)).view(rows, -1, self.size)
         turning = qkv[:, : self.heads + self.groups]
         if self.head_norms is not None:
             for norm, part in zip(
                 self.head_norms, (turning[:, : self.heads], turning[:, self.heads :]), strict=True
             ):
                 part.copy_(norm(part))
-        _turn(turning, cos, sin)
-        return qkv
-
-    def _after(self, hidden: Tensor, found: Tensor) -> Tensor:
-        hidden = self.out(found).add_(hidden)
+        turned = _turned(turning, *position_embeddings).transpose(0, 1)
+        value = qkv[:, self.heads + self.groups :].transpose(0, 1)
+        found = attention(
+            plan,
+            self.index,
+            turned[: self.heads],
+            turned[self.heads :],
+            value,
+            scaling=self.scaling,
+            window=self.window,
+        )
+        hidden = self.out(found.view(1, rows, -1)).add_(hidden)
         both = self.gate_up(self.norm_2(hidden))
         gated = self.act(both[..., : self.width]).mul_(both[..., self.width :])
         down: Tensor = self.down(gated)
         return down.add_(hidden)
 
 
-def _joined(parts: list[Tensor], dim: int) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotary embedding of [rows, heads, head_dim] in place; a head's halves turn as one pair."""
-    half = x.shape[-1] // 2
-    low, high = x[..., :half], x[..., half:]
-    from_high, from_low = high * sin[..., :half], low * sin[..., half:]
-    x.mul_(cos)
-    low.sub_(from_high)
-    high.add_(from_low)
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of [rows, heads, head_dim]; the halves of a head turn as one pair."""
+    cos, (low_sin, high_sin) = cos[0, :, None], sin[0, :, None].chunk(2, -1)
+    low, high = x.chunk(2, -1)
+    out = x * cos
+    low_out, high_out = out.chunk(2, -1)
+    low_out.sub_(high * low_sin)
+    high_out.add_(low * high_sin)
+    return out
 
 
 def _norm(norm: Any) -> Norm:
