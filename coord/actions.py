@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 from coord.ledger import Miss
 from transport.frame import Wire
+from transport.quick import quick
 
 
 class TurnError(Exception):
@@ -33,6 +34,7 @@ class TurnError(Exception):
         self.retry_after_s = retry_after_s
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Send:
     """Send a frame to the head of frame.ring."""
@@ -60,6 +62,7 @@ class Admitted:
     cold_s: float | None = field(default=None, compare=False)  # a measurement
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Tokens:
     """Newly committed tokens of a turn, in order; logprobs and top as in transport.frame.Result.

@@ -9,9 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from coord.ledger import FORK_ROWS, Miss, Placement, Wanted
-from coord.ring import Phase as RingPhase
-from coord.ring import Ring
-from coord.turn import Phase, Turn
+from coord.ring import READY, Ring
+from coord.turn import DRAINING, RUNNING, WAITING, Turn
 from transport.chain import root_hash
 
 OWNER_BYTES = 16  # a salt begins with its tenant's tag: whose salts begin alike is one owner
@@ -41,8 +40,9 @@ def round_of(salt: bytes, turns: Iterable[Turn], now: int) -> int:
 
 def queue(turns: Iterable[Turn]) -> list[Turn]:
     """The waiting turns, next one first."""
-    waiting = [turn for turn in turns if turn.phase is Phase.WAITING]
-    return sorted(waiting, key=lambda turn: turn.round)  # stable: then in order of arrival
+    waiting = [turn for turn in turns if turn.phase is WAITING]
+    waiting.sort(key=lambda turn: turn.round)  # stable: then in order of arrival
+    return waiting
 
 
 def choose(
@@ -89,9 +89,9 @@ def choose(
 
 def _serving(rings: Mapping[str, Ring]) -> list[Ring]:
     """Rings that take turns: the ready ones, spares only while another one is not ready."""
-    ready = [each for each in rings.values() if each.phase is RingPhase.READY]
+    ready = [each for each in rings.values() if each.phase is READY]
     regular = [each for each in rings.values() if not each.spec.spare]
-    whole = all(each.phase is RingPhase.READY for each in regular)
+    whole = all(each.phase is READY for each in regular)
     return [each for each in ready if not (whole and each.spec.spare)]
 
 
@@ -127,8 +127,8 @@ def leader(turns: Mapping[int, Turn], choice: Choice) -> tuple[int, int] | None:
     packed, root, limit = choice.wanted.packed, choice.wanted.root, choice.wanted.limit
     best: tuple[int, int] | None = None
     for other in turns.values():
-        ending = other.phase is Phase.DRAINING
-        if other.ring != choice.ring.name or not (ending or other.phase is Phase.RUNNING):
+        ending = other.phase is DRAINING
+        if other.ring != choice.ring.name or not (ending or other.phase is RUNNING):
             continue
         assert other.chain is not None
         assert other.slot is not None
@@ -149,9 +149,9 @@ def waits_behind(turn: Turn, turns: Mapping[int, Turn], rings: Mapping[str, Ring
     if turn.behind is None:
         return False
     other = turns.get(turn.behind[0])
-    if other is None or other.phase not in (Phase.RUNNING, Phase.DRAINING):
+    if other is None or other.phase not in (RUNNING, DRAINING):
         return False
-    if other.phase is Phase.DRAINING:
+    if other.phase is DRAINING:
         return True  # until its last frame is back
     assert other.ring is not None
     assert other.slot is not None

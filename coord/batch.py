@@ -9,7 +9,7 @@ import math
 
 from coord.draft import LEAST_GAIN, LEAST_SHARE, MAX_DEPTH, MAX_DRAFT, ROW_STEP, Pace, worthwhile
 from coord.ring import Ring
-from coord.turn import Phase, Turn
+from coord.turn import RUNNING, Turn
 from transport.config import Limits
 from transport.frame import Kind, Run, Segment
 
@@ -23,10 +23,12 @@ def certain(ring: Ring, mine: list[Turn], limits: Limits) -> list[Segment]:
     Drafts ride along as far as they pay. While a turn decodes, prefill comes in smaller chunks, so
     that the decoding turn's gaps stay short.
     """
+    if not any(turn.ready for turn in mine):
+        return []
     ready = [turn for turn in mine if turn.decoding and turn.ready]
-    decoding = sum(turn.decoding and turn.phase is Phase.RUNNING for turn in mine)
+    decoding = sum(turn.decoding and turn.phase is RUNNING for turn in mine)
     frames = max(1, min(math.ceil(decoding / ROW_STEP), ring.pipe))
-    if _should_join(ready, frames, ring, mine):
+    if ready and _should_join(ready, frames, ring, mine):
         ready = []
     ready = ready[: max(ROW_STEP, math.ceil(decoding / frames))]
     decodes = decoding > 0
@@ -90,7 +92,7 @@ def ahead(ring: Ring, mine: list[Turn]) -> list[Segment]:
     alone = len(mine) == 1
     counts = _worthwhile(ring, guessing, 0, alone=alone)
     if not alone:
-        decoding = sum(turn.decoding and turn.phase is Phase.RUNNING for turn in mine)
+        decoding = sum(turn.decoding and turn.phase is RUNNING for turn in mine)
         gained = sum(
             turn.acceptance.expected(turn.pending, turn.pending + count)
             for turn, count in zip(guessing, counts, strict=True)
@@ -125,7 +127,7 @@ def _is_certain(turn: Turn | None, segment: Segment, guess: int) -> bool:
     return (
         turn is not None
         and segment.kind is Kind.VERIFY
-        and turn.phase is Phase.RUNNING
+        and turn.phase is RUNNING
         and guess == turn.guess
         and segment.start < turn.known
     )

@@ -25,8 +25,9 @@ from coord.ring import Phase, Ring
 from coord.saving import Saver
 from coord.scheduler import Scheduler
 from coord.store import Store
+from coord.survey import Survey
 from coord.verify import MAX_WRITTEN, Mismatch, Record, Verifier, report
-from coord.view import beat, counters, describe_ring, holdings, link_counters
+from coord.view import beat, counters, describe_ring, holdings, idle_ring, link_counters
 from transport.chain import root_hash
 from transport.config import Config
 from transport.config import Ring as RingSpec
@@ -150,6 +151,7 @@ class Coordinator:
         self._timer: asyncio.TimerHandle | None = None
         self._phases: dict[str, tuple[Phase, str]] = {}
         self._salts: dict[bytes, bytes] = {}  # root of a chain -> salt: whose rows they are
+        self._survey = Survey(config.limits, config.emulate)
         rings = self.scheduler.rings
         self._saver = None if store is None else Saver(store, rings, self._salts)
 
@@ -282,6 +284,12 @@ class Coordinator:
             text = f"no slot of ring {ring} would be left to give up: all others are kept"
             raise TurnError(409, "nothing_left_to_give_up", text)
 
+    async def measure(self, ring: str, *, wide: bool) -> dict[str, object]:
+        """Measure a ring's machines and links; see coord.http.engine."""
+        found = idle_ring(self.scheduler, ring, time.monotonic())
+        security = self._trust.heads[ring] if self._trust else None
+        return await self._survey.measure(found, security, wide=wide)
+
     def _holding(self, ring: str, slot: int) -> tuple[Ring, Holding]:
         found = self.scheduler.rings.get(ring)
         if found is None or not found.ledger.has(slot):
@@ -360,6 +368,7 @@ class Coordinator:
         self._step(frame)
 
     def _received(self, frame: Frame, envelope: Envelope) -> None:
+        self._survey.heard(frame)
         self._step(frame, Direction.IN, envelope)
 
     def _see_head(self, ring: RingSpec, event: PeerEvent) -> None:

@@ -73,6 +73,8 @@ class LookupDrafter:
         self._tokens.extend(tokens)
         last = len(self._tokens) - 1  # the n-gram that ends here has no successor yet
         for n, after in enumerate(self._after, 1):
+            if n < self._least:
+                continue  # nobody looks it up
             first = max(0, start - n)  # the n-grams [first, first + n) that now have a successor
             parts = [self._tokens[first + k : last - n + 1 + k] for k in range(n)]
             after.update(zip(zip(*parts, strict=False), range(first + n, last + 1), strict=False))

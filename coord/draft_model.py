@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from coord.actions import Draft
 from coord.draft import MAX_DRAFT, NGRAM, ROW_STEP, LookupDrafter
-from coord.turn import Phase, Turn
+from coord.turn import DRAINING, Turn
 
 MOST_AHEAD = 2 * MAX_DRAFT  # tokens asked for at once: more would be late where they are needed
 
@@ -84,7 +84,7 @@ def asked(turns: Iterable[Turn]) -> list[Draft]:
     """The requests of all turns that still run for a client."""
     found = []
     for turn in turns:
-        if isinstance(turn.drafter, ModelDrafter) and turn.phase is not Phase.DRAINING:
+        if isinstance(turn.drafter, ModelDrafter) and turn.phase is not DRAINING:
             draft = turn.drafter.ask(turn.id, turn.submit.salt)
             if draft is not None:
                 found.append(draft)

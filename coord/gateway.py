@@ -96,6 +96,7 @@ def build_app(
         ("/v1/cancel/{reply}", gateway.cancel),
         ("/tokenize", gateway.tokenize),
         ("/detokenize", gateway.detokenize),
+        ("/ring/measure", rings.measure),
     ):
         app.add_api_route(path, handler, methods=["POST"])
     for path, view in (

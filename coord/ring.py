@@ -7,6 +7,7 @@ segments inside a frame. Part of the scheduler core: no clock, no I/O.
 from __future__ import annotations
 
 from enum import StrEnum
+from math import inf
 
 from coord.counters import Stats
 from coord.draft import ROW_STEP, Bounds
@@ -55,6 +56,9 @@ class Phase(StrEnum):
     READY = "ready"
 
 
+WAITING, FORMING, PROBING, READY = Phase  # as in coord.turn
+
+
 class Ring:
     """One ring's health and its frames in flight."""
 
@@ -63,7 +67,7 @@ class Ring:
         self.name = spec.name
         self.limits = limits
         self.verdict_link = f"{spec.name}/{spec.stages[-1].name}"  # the tail's name as a sender
-        self.phase = Phase.WAITING
+        self.phase = WAITING
         self.detail = "no stage has been heard of"
         self.epoch = first_epoch
         self.entries: tuple[StageEntry, ...] = ()
@@ -91,6 +95,7 @@ class Ring:
         self._probe: Result | None = None
         self._probe_bare = False  # the self-check goes on in an empty slot
         self._fault = ""  # why the last roll call was not good enough
+        self._whole_until = -inf  # until then, and the next heartbeat, no stage will be missing
 
     @property
     def vocabulary(self) -> int:
@@ -106,7 +111,7 @@ class Ring:
         Not while the roll is called: its answer comes behind whatever was lost before. The first
         frame that a new coordinator hears of a living tail is a gap, and then that answer.
         """
-        return self.phase in (Phase.PROBING, Phase.READY)
+        return self.phase in (PROBING, READY)
 
     def remember(self, said: Remembered, now: float) -> None:
         """Note what an earlier coordinator knew; the first roll call proves it or not."""
@@ -128,11 +133,12 @@ class Ring:
             return None  # not of this ring: nothing grows with what a peer makes up
         self._measure(beat.stage, now)
         self.heartbeats[beat.stage] = (beat, now)
-        if self.phase is Phase.WAITING:
+        self._whole_until = -inf
+        if self.phase is WAITING:
             return None
         if beat.state is not StageState.READY:
             return f"stage {beat.stage} is {beat.state.value}: {beat.detail}"
-        if self.phase is Phase.FORMING:
+        if self.phase is FORMING:
             return None  # the entries are still those of the ring that was lost
         for entry in self.entries:
             if entry.name == beat.stage and entry.incarnation != beat.incarnation:
@@ -151,6 +157,8 @@ class Ring:
 
     def missing(self, now: float) -> str | None:
         """What keeps the ring from a roll call, in words; None when every stage is ready."""
+        if now < self._whole_until:
+            return None  # every event asks
         faults = []
         for stage in self.spec.stages:
             beat, at = self.heartbeats.get(stage.name, (None, 0.0))
@@ -164,31 +172,34 @@ class Ring:
                 faults.append(f"stage {stage.name} was last heard of over {silent_s:g} s ago")
             elif beat.state is not StageState.READY:
                 faults.append(f"stage {stage.name} is {beat.state.value}: {beat.detail}")
+        if not faults:
+            first = min([at for _, at in self.heartbeats.values()])
+            self._whole_until = first + self.limits.lost_after_s
         return "; ".join(faults) or None
 
     def forget(self, detail: str) -> None:
         """The ring can't be trusted: nothing in flight will be believed, a roll call must come."""
-        if self.phase is Phase.READY:
+        if self.phase is READY:
             self.stats.lost += 1
         for record in self.in_flight.values():
             if isinstance(record.frame, Copy) and record.frame.turn == PROBE_TURN:
                 self.ledger.forget(record.frame.target)  # nobody will say that it was parked
-        self.phase = Phase.WAITING
+        self.phase = WAITING
         self.detail = detail
         self.in_flight.clear()
         self._probe, self._probe_bare = None, False
 
     def ask(self, now: float) -> RollCall | None:
         """The roll call to send now, if one is due."""
-        if self.phase not in (Phase.WAITING, Phase.FORMING):
+        if self.phase not in (WAITING, FORMING):
             return None
         if self._asked_at is not None and now < self._asked_at + RETRY_S:
             return None
         missing = self.missing(now)
         if missing is not None:
-            self.phase, self.detail = Phase.WAITING, missing
+            self.phase, self.detail = WAITING, missing
             return None
-        self.phase, self.detail = Phase.FORMING, self._fault or "calling the roll"
+        self.phase, self.detail = FORMING, self._fault or "calling the roll"
         self.epoch += 1
         self._asked_at = now
         return RollCall(self.name, self.epoch, claims(self._held()))
@@ -201,12 +212,12 @@ class Ring:
 
         Before it, a Free for each parked prefix that some stages keep and others do not have.
         """
-        if self.phase is not Phase.FORMING or call.epoch != self.epoch:
+        if self.phase is not FORMING or call.epoch != self.epoch:
             self.stats.stale += 1
             return []
         self._fault = faults(call.entries, self.spec, self.limits, self._vocabulary) or ""
         if self._fault:
-            self.phase, self.detail = Phase.WAITING, self._fault
+            self.phase, self.detail = WAITING, self._fault
             return []
         same = [(entry.name, entry.incarnation) for entry in self.entries] == [
             (entry.name, entry.incarnation) for entry in call.entries
@@ -216,7 +227,7 @@ class Ring:
         self.remembered = {}
         self.fingerprint = call.entries[0].fingerprint
         self.entries = call.entries
-        self.phase, self.detail = Phase.PROBING, "checking that a prefix can be reused"
+        self.phase, self.detail = PROBING, "checking that a prefix can be reused"
         return [*(self.free(parked, now) for parked in orphans), self._probe_run(now)]
 
     # ---- self-check: is a reused prefix worth the same as a computed one? ----
@@ -262,7 +273,7 @@ class Ring:
             self._probe_bare = True
             return self._probe_run(now)
         self._probe_bare = False
-        self.phase, self.detail = Phase.READY, ""
+        self.phase, self.detail = READY, ""
         self._pinged_at = now
         self.stats.formed += 1
         return None
@@ -276,7 +287,8 @@ class Ring:
     def run(self, segments: tuple[Segment, ...], now: float, guesses: tuple[int, ...]) -> Run:
         """Number and note a compute frame; guesses: each segment's Turn.guess."""
         frame = Run(self.name, self.epoch, self._number(), segments)
-        self.in_flight[frame.seq] = InFlight(frame, now, None, guesses)
+        rows = sum([len(segment.tokens) for segment in segments])
+        self.in_flight[frame.seq] = InFlight(frame, now, None, guesses, rows=rows)
         return frame
 
     def copy(
@@ -306,8 +318,7 @@ class Ring:
 
     def rows_in_flight(self) -> int:
         """Rows that were sent and are not acknowledged."""
-        runs = [each.frame for each in self.in_flight.values() if isinstance(each.frame, Run)]
-        return sum(len(segment.tokens) for run in runs for segment in run.segments)
+        return sum([record.rows for record in self.in_flight.values()])
 
     def restore_pays(self, now: float) -> bool:
         """True when copying a row from the park takes less than prefilling it.
@@ -338,7 +349,7 @@ class Ring:
 
     def ping(self, now: float) -> Ping | None:
         """The ping to send now, if one is due: an idle, ready ring every PING_S seconds."""
-        if self.phase is not Phase.READY or self.in_flight or now < self._pinged_at + PING_S:
+        if self.phase is not READY or self.in_flight or now < self._pinged_at + PING_S:
             return None
         self._pinged_at = now
         frame = Ping(self.name, self.epoch, self._number())
@@ -379,23 +390,23 @@ class Ring:
     def pipe(self) -> int:
         """Frames like those in flight that the ring holds without one waiting for another."""
         stages = len(self.spec.stages)
-        costs = [self._cost(record.frame) for record in self.in_flight.values()]
+        costs = [self._cost(record.rows) for record in self.in_flight.values()]
         cost = max(self.frame_s, sum(costs) / len(costs) if costs else 0.0)
         more = min(self.link_s / cost, MAX_WINDOW) if cost else 0.0  # a cost may be next to none
         return stages + int(more)
 
-    def _cost(self, frame: Numbered) -> float:
-        """Seconds in the slowest stage."""
-        if not isinstance(frame, Run):
-            return 0.0
-        rows = sum(len(segment.tokens) for segment in frame.segments)
+    def _cost(self, rows: int) -> float:
+        """Seconds in the slowest stage; none of a frame without rows, which is no Run."""
+        if rows <= ROW_STEP:
+            return self.frame_s if rows else 0.0
         row_s = self.row_s or self.frame_s / ROW_STEP  # the worst, until a prefill was timed
-        return self.frame_s + row_s * max(0, rows - ROW_STEP)
+        return self.frame_s + row_s * (rows - ROW_STEP)
 
     def room(self) -> bool:
         """True when another frame may be sent."""
-        runs = sum(isinstance(record.frame, Run) for record in self.in_flight.values())
-        return self.phase is Phase.READY and runs < self.window
+        runs = sum([record.rows > 0 for record in self.in_flight.values()])
+        few = runs <= len(self.spec.stages) < MAX_WINDOW and self.limits.window_frames is None
+        return self.phase is READY and (few or runs < self.window)
 
     def room_to_guess(self) -> bool:
         """True when a frame of guesses would hold up nothing: the ring has an idle place."""
@@ -445,10 +456,8 @@ class Ring:
 
     def overdue(self, now: float) -> str | None:
         """Why time itself says that a formed ring is broken, or None."""
-        if self.phase is Phase.WAITING:
-            return None
-        if self.phase is Phase.FORMING:
-            return None  # `ask` calls the roll again
+        if not self.formed:
+            return None  # `ask` calls the roll
         missing = self.missing(now)
         if missing is not None:
             return missing
@@ -462,17 +471,17 @@ class Ring:
         """When this ring wants to be looked at again (seconds, the driver's clock)."""
         times = [at + self.limits.lost_after_s for _, at in self.heartbeats.values()]
         times = [time for time in times if time > now]
-        if self.phase in (Phase.WAITING, Phase.FORMING):
+        if self.phase in (WAITING, FORMING):
             times.append(now + RETRY_S)
-        if self.phase is Phase.READY and not self.in_flight:
+        if self.phase is READY and not self.in_flight:
             times.append(self._pinged_at + PING_S)
         for record in self.in_flight.values():
             times.append(record.sent_at + self.limits.frame_timeout_s)
             break
-        oldest = self.ledger.oldest_use()
-        expires = self.phase is Phase.READY and self.limits.idle_ttl_s  # a lost ring frees nothing
-        if oldest is not None and expires:
-            times.append(max(now, oldest + self.limits.idle_ttl_s) + 1e-3)
+        if self.phase is READY and self.limits.idle_ttl_s:  # a lost ring frees nothing
+            oldest = self.ledger.oldest_use()
+            if oldest is not None:
+                times.append(max(now, oldest + self.limits.idle_ttl_s) + 1e-3)
         return min(times, default=now + RETRY_S)
 
     def check(self) -> None:
@@ -484,7 +493,7 @@ class Ring:
         assert kinds.count(Copy) <= 2 * slots, self.in_flight  # to park what is there, and to fork
         assert kinds.count(Free) <= slots + MAX_PARKED, self.in_flight  # one for each at a time
         assert kinds.count(Ping) <= 1, self.in_flight
-        assert self.phase is not Phase.WAITING or not self.in_flight, self.in_flight
+        assert self.phase is not WAITING or not self.in_flight, self.in_flight
 
 
 def _average(old: float, new: float) -> float:

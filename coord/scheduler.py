@@ -14,12 +14,12 @@ from coord.batch import ahead, certain, cold_s
 from coord.counters import Totals
 from coord.draft import Acceptance, Drafter, Usual, accepted
 from coord.draft_model import ModelDrafter, asked
-from coord.inflight import InFlight, fits
+from coord.inflight import InFlight, awaited, fits
 from coord.ledger import Miss
 from coord.placing import NO_TURN, carry_out, expire, free
-from coord.ring import PROBE_TURN, Ring
+from coord.ring import PROBE_TURN, READY, Ring
 from coord.ring import Phase as RingPhase
-from coord.turn import Phase, Turn
+from coord.turn import DRAINING, RECOVERING, RUNNING, WAITING, Turn
 from transport.chain import root_hash
 from transport.config import Limits
 from transport.config import Ring as RingSpec
@@ -80,6 +80,10 @@ class Scheduler:
         self._now = now
         actions: list[Action] = []
         match frame:
+            case Verdict() | Heartbeat() | RollCall() | Reject() | Copy() | Free() | Ping():
+                ring = self.rings.get(frame.ring)
+                if ring is not None:
+                    self._from_ring(ring, frame, now, actions)
             case Submit():
                 self._submit(frame, now, actions)
             case Cancel():
@@ -95,20 +99,17 @@ class Scheduler:
                 self._drafted(frame)
             case LinkGap():
                 self._gap(frame, now)
-            case Heartbeat() | RollCall() | Verdict() | Reject() | Copy() | Free() | Ping():
-                ring = self.rings.get(frame.ring)
-                if ring is not None:
-                    self._from_ring(ring, frame, now, actions)
             case StageLost():
                 ring = self.rings.get(frame.ring)
                 if ring is not None and ring.phase is not RingPhase.WAITING:
                     self._lose(ring, f"stage {frame.stage}: {frame.detail}", now)
         self._look_after_rings(now, actions)
-        self._fail_stranded(now, actions)
-        self._admit(now, actions)
-        for ring in self.rings.values():
-            self._fill(ring, now, actions)
-        actions += asked(self.turns.values())
+        if self.turns:
+            self._fail_stranded(now, actions)
+            self._admit(now, actions)
+            for ring in self.rings.values():
+                self._fill(ring, now, actions)
+            actions += asked(self.turns.values())
         return actions
 
     def deadline(self) -> float | None:
@@ -118,7 +119,7 @@ class Scheduler:
             times += [
                 turn.waiting_since + self.limits.resume_s
                 for turn in self.turns.values()
-                if turn.phase is Phase.WAITING
+                if turn.phase is WAITING
             ]
         return min(times, default=None)
 
@@ -130,7 +131,8 @@ class Scheduler:
                 if slot.turn is not None:
                     turn = self.turns[slot.turn]
                     assert (turn.ring, turn.slot) == (ring.name, index), (turn, index)
-        flying = self._flying()
+        records = [each for ring in self.rings.values() for each in ring.in_flight.values()]
+        flying = awaited(records)
         for turn in self.turns.values():
             turn.check()
             assert turn.in_flight == flying.get(turn.id, 0), (turn, flying)
@@ -138,27 +140,19 @@ class Scheduler:
                 assert turn.ring is not None, turn
                 slot = self.rings[turn.ring].ledger.slots[turn.slot]
                 assert slot.turn == turn.id, (slot, turn)
-                assert slot.resident <= turn.sent or turn.phase is not Phase.RUNNING, (slot, turn)
+                assert slot.resident <= turn.sent or turn.phase is not RUNNING, (slot, turn)
 
     def waiting(self) -> int:
         """Turns in the queue."""
-        return sum(turn.phase is Phase.WAITING for turn in self.turns.values())
+        return sum(turn.phase is WAITING for turn in self.turns.values())
 
     def running(self) -> int:
         """Turns that hold a slot for a client."""
-        active = (Phase.RUNNING, Phase.RECOVERING)
+        active = (RUNNING, RECOVERING)
         return sum(turn.phase in active for turn in self.turns.values())
 
     def _any_ready(self) -> bool:
-        return any(ring.phase is RingPhase.READY for ring in self.rings.values())
-
-    def _flying(self) -> dict[int, int]:
-        count: dict[int, int] = {}
-        for ring in self.rings.values():
-            for record in ring.in_flight.values():
-                for owner in record.owners:
-                    count[owner] = count.get(owner, 0) + 1
-        return count
+        return any(ring.phase is READY for ring in self.rings.values())
 
     # ---- local inputs ----
 
@@ -194,12 +188,12 @@ class Scheduler:
 
     def _cancel(self, cancel: Cancel, now: float, actions: list[Action]) -> None:
         turn = self.turns.get(cancel.turn)
-        if turn is not None and turn.phase is not Phase.DRAINING:
+        if turn is not None and turn.phase is not DRAINING:
             self._finish(turn, cancel.reason, now, actions)
 
     def _free_slot(self, request: FreeSlot, now: float, actions: list[Action]) -> None:
         ring = self.rings.get(request.ring)
-        if ring is None or ring.phase is not RingPhase.READY:
+        if ring is None or ring.phase is not READY:
             return
         if ring.freeing(request.slot):
             return
@@ -269,7 +263,7 @@ class Scheduler:
                 self._refused(ring, turn)
             elif guess != turn.guess:
                 self.totals.drafts_wasted += len(segment.tokens)
-            elif turn.phase is not Phase.RECOVERING:
+            elif turn.phase is not RECOVERING:
                 reason = self._settled(ring, turn, segment, result, actions)
                 if reason is not None:
                     self._finish(turn, reason, now, actions)
@@ -290,7 +284,7 @@ class Scheduler:
             if turn.submit.reuse:
                 self.totals.prefix_cache_queries += len(turn.submit.prompt)
                 self.totals.prefix_cache_hits += segment.start
-        if not segment.want or turn.phase is Phase.DRAINING:
+        if not segment.want or turn.phase is DRAINING:
             known = min(segment.end, turn.known)
             if known > segment.start:
                 ring.ledger.extend(segment.slot, turn.chain, known)
@@ -329,7 +323,7 @@ class Scheduler:
             return
         turn = self.turns[copy.turn]
         turn.in_flight -= 1
-        if turn.phase is not Phase.RECOVERING:
+        if turn.phase is not RECOVERING:
             ring.ledger.extend(copy.target, record.chain, copy.length)
         self._drain(ring, turn, now, actions)
 
@@ -371,8 +365,8 @@ class Scheduler:
         """The ledger was wrong about the turn's slot: forget it, start over there."""
         assert turn.slot is not None
         ring.ledger.give_up(turn.slot, 0, "refused")
-        if turn.phase is Phase.RUNNING:
-            turn.phase = Phase.RECOVERING
+        if turn.phase is RUNNING:
+            turn.phase = RECOVERING
             turn.refusals += 1
 
     # ---- a turn's end ----
@@ -382,10 +376,10 @@ class Scheduler:
         self._end(turn, now, actions)
 
     def _end(self, turn: Turn, now: float, actions: list[Action]) -> None:
-        if turn.phase is Phase.WAITING:
+        if turn.phase is WAITING:
             del self.turns[turn.id]
             return
-        turn.phase = Phase.DRAINING
+        turn.phase = DRAINING
         assert turn.ring is not None
         self._drain(self.rings[turn.ring], turn, now, actions)
 
@@ -394,13 +388,13 @@ class Scheduler:
         if turn.in_flight:
             return
         assert turn.slot is not None
-        if turn.phase is Phase.DRAINING:
+        if turn.phase is DRAINING:
             if turn.id in self.turns:
                 ring.ledger.release(turn.slot, turn.id, now)
                 if turn.submit.keep_s:
                     ring.ledger.keep(turn.slot, now + turn.submit.keep_s, now)
                 del self.turns[turn.id]
-        elif turn.phase is Phase.RECOVERING and turn.refusals <= MAX_REFUSALS:
+        elif turn.phase is RECOVERING and turn.refusals <= MAX_REFUSALS:
             ring.ledger.claim(turn.slot, turn.submit.hint, proven=False)
             root = root_hash(ring.fingerprint, turn.submit.salt)
             turn.admit(ring.name, turn.slot, root, None, 0)
@@ -410,15 +404,15 @@ class Scheduler:
 
     def _lose(self, ring: Ring, detail: str, now: float) -> None:
         """Void what is in flight; the ring's turns wait to be resumed at what they committed."""
-        served = ring.phase is RingPhase.READY
+        served = ring.phase is READY
         ring.forget(detail)
         for turn in list(self.turns.values()):
-            if turn.phase is Phase.WAITING and served:
+            if turn.phase is WAITING and served:
                 turn.waiting_since = now  # the time to come back counts from the loss
             if turn.ring != ring.name or turn.slot is None:
                 continue
             ring.ledger.release(turn.slot, turn.id, now)
-            if turn.phase is Phase.DRAINING:
+            if turn.phase is DRAINING:
                 del self.turns[turn.id]
             else:
                 turn.suspend()
@@ -429,23 +423,25 @@ class Scheduler:
             broken = ring.overdue(now)
             if broken is not None:
                 self._lose(ring, broken, now)
-            for frame in (ring.ask(now), ring.ping(now)):
-                if frame is not None:
-                    actions.append(Send(frame))
+            frame = ring.ping(now) if ring.phase is READY else ring.ask(now)
+            if frame is not None:
+                actions.append(Send(frame))
             ttl = self.limits.idle_ttl_s
-            if ttl and ring.phase is RingPhase.READY:
+            if ttl and ring.phase is READY:
                 actions += [Send(frame) for frame in expire(ring, now - ttl, now)]
 
     def _fail_stranded(self, now: float, actions: list[Action]) -> None:
         """A turn that lost its ring, or was refused too often, fails within a stated bound."""
-        ready = self._any_ready()
-        for turn in list(self.turns.values()):
+        held_up = (WAITING, RECOVERING)
+        stranded = [turn for turn in self.turns.values() if turn.phase in held_up]
+        ready = not stranded or self._any_ready()
+        for turn in stranded:
             late = now >= turn.waiting_since + self.limits.resume_s
-            if turn.phase is Phase.WAITING and late and not ready:
+            if turn.phase is WAITING and late and not ready:
                 text = f"no ring was ready for {self.limits.resume_s:g} s"
                 actions.append(Failed(turn.id, 503, "ring_lost", text))
                 self._end(turn, now, actions)
-            elif turn.phase is Phase.RECOVERING and turn.refusals > MAX_REFUSALS:
+            elif turn.phase is RECOVERING and turn.refusals > MAX_REFUSALS:
                 text = f"the stages refused the turn's rows {turn.refusals} times"
                 actions.append(Failed(turn.id, 500, "rows_refused", text))
                 self._end(turn, now, actions)

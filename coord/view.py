@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 
+from coord.actions import TurnError
 from coord.http.keys import SESSION_CHARS
 from coord.ledger import Holding
 from coord.ring import Phase, Ring
 from coord.scheduler import Scheduler
-from transport.frame import Heartbeat
+from transport.config import Ring as RingSpec
+from transport.frame import Heartbeat, Run
 from transport.numbering import LinkCounts
 
 
@@ -116,6 +118,23 @@ def describe_ring(ring: Ring, now: float) -> dict[str, object]:
             "frame_ms": round(ring.frame_s * 1e3, 3) or None,
         },
     }
+
+
+def idle_ring(scheduler: Scheduler, name: str, now: float) -> RingSpec:
+    """The ring of that name, whose stages are there and which no turn uses. Raises TurnError."""
+    ring = scheduler.rings.get(name)
+    if ring is None:
+        known = ", ".join(scheduler.rings)
+        raise TurnError(404, "ring_not_found", f"no ring {name!r} here, only {known}", "ring")
+    missing = ring.missing(now)
+    if missing is not None:
+        raise TurnError(503, "not_ready", f"ring {name}: {missing}")
+    runs = sum(isinstance(record.frame, Run) for record in ring.in_flight.values())
+    turns = scheduler.running() + scheduler.waiting()
+    if turns or runs:
+        text = f"{turns} turns are running: a ring is measured while none does"
+        raise TurnError(409, "ring_busy", text)
+    return ring.spec
 
 
 def holdings(ring: Ring) -> list[tuple[int, Holding]]:

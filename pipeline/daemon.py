@@ -18,8 +18,10 @@ import psutil
 import structlog
 
 from pipeline.forward import perform_forward
+from pipeline.measure import machine_of
 from pipeline.model import StageModel
-from pipeline.stage import Action, CopyRows, DropRows, Forward, Send, Stage
+from pipeline.slowed import Slowed
+from pipeline.stage import Action, CopyRows, DropRows, Forward, Send, Stage, Survey
 from transport.config import Limits, Ring
 from transport.config import Stage as StageSpec
 from transport.emulate import Emulate
@@ -28,6 +30,7 @@ from transport.frame import (
     Envelope,
     Frame,
     Heartbeat,
+    Measured,
     Refusal,
     Reject,
     StageState,
@@ -75,7 +78,9 @@ class Worker:
         recorder: Recorder | None = None,
         emulate: Emulate | None = None,
         trust: StageTrust | None = None,
+        device: str | None = None,
     ) -> None:
+        """Device: where `load` puts the block; None for where ring.toml says."""
         self.ring, self.spec, self.limits = ring, spec, limits
         self.emulate = emulate
         self.trust = trust
@@ -84,6 +89,7 @@ class Worker:
         self.stop = threading.Event()
         self.bound = threading.Event()
         self._load = load
+        self._device = device or spec.device
         self._incarnation = incarnation
         self._recorder = recorder
         self._log = structlog.get_logger().bind(ring=ring.name, stage=spec.name)
@@ -105,6 +111,8 @@ class Worker:
             self.status.report(0.0, "loading")
             started = time.monotonic()
             model = self._load(self._progress)
+            if self.spec.layer_ms:
+                model = Slowed(model, self.spec.layer_ms)
             push = PushLink(
                 self.ring.next_address(self.spec),
                 sender=f"{self.ring.name}/{self.spec.name}",
@@ -172,6 +180,14 @@ class Worker:
                 case Forward():
                     done = perform_forward(model, action)
                     actions += self._take(core, done, Direction.LOCAL, self.spec.name, None)
+                case Survey():
+                    found = self._survey(model, action)
+                    actions += self._take(core, found, Direction.LOCAL, self.spec.name, None)
+
+    def _survey(self, model: StageModel, survey: Survey) -> Measured:
+        asked, device = survey.asked, self._device
+        own = machine_of(survey, model, self.ring, self.spec, self.limits, device)
+        return Measured(asked.number, asked.wide, (*asked.machines, own))
 
     def _take(
         self,

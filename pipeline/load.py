@@ -6,6 +6,7 @@ torch is imported only where a file is opened, so that a toy ring starts at once
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from pipeline.model import ModelError, StageModel, ToyModel
 from transport.config import TOY, Config, Ring, Stage
@@ -37,7 +38,7 @@ def load_model(
     from pipeline.weights import open_model
 
     check_device(device)
-    progress(0.0, f"opening {config.model.path}")
+    progress(0.0, f"opening {Path(config.model.path).name}")
     try:
         return TorchModel(
             open_model(config.model.path),

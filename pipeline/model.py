@@ -13,6 +13,7 @@ from typing import Protocol
 
 from pipeline.rule import Tally, pick, result
 from transport.frame import GREEDY, Result, Segment, Tensor
+from transport.quick import quick
 
 
 class ModelError(ValueError):
@@ -28,6 +29,7 @@ class ModelInfo:
     mode is kept, in words ("exact off" where it is not); each stage may have another.
     row_bytes: host memory of one parked KV row. activations: dtype and length of a row that comes
     from the stage before; None: not checked.
+    weight_bytes: on the device; end_bytes of them are the embedding and the LM head.
     """
 
     layers: tuple[int, int]
@@ -39,6 +41,8 @@ class ModelInfo:
     kernel: str
     row_bytes: int = 0
     activations: tuple[str, int] | None = None
+    weight_bytes: int = 0
+    end_bytes: int = 0
 
     @property
     def head(self) -> bool:
@@ -51,6 +55,7 @@ class ModelInfo:
         return self.layers[1] == self.layers_total
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Output:
     """What a forward made: the block's activations, or at the tail one Result per segment."""
@@ -92,6 +97,7 @@ class StageModel(Protocol):
 
 ROW_BYTES = 8  # of the toy's activations and of its KV rows
 TOY_FINGERPRINT = b"kvring-toy-1"
+_LOGITS = [(byte - 64) / 32 for byte in range(256)]
 
 
 class ToyModel:
@@ -218,7 +224,7 @@ def toy_logits(row: bytes, vocabulary: int) -> list[float]:
 
     Coarse, so that ties are common.
     """
-    logits = [(byte - 64) / 32 for byte in shake_128(row).digest(vocabulary)]
+    logits = [_LOGITS[byte] for byte in shake_128(row).digest(vocabulary)]
     logits[likeliest(row, vocabulary)] = 6.5
     return logits
 

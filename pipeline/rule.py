@@ -70,15 +70,17 @@ def pick(
         token = max(range(len(row)), key=row.__getitem__)  # the first of equals
     else:
         scaled = [value / sampling.temperature for value in row]
-        noise = gumbel(sampling.seed, position, len(row))
         ids = allowed(scaled, sampling)
-        token = max(ids, key=lambda i: (scaled[i] + noise[i], -i))
+        noise = gumbel(sampling.seed, position, len(row), ids)
+        values = [scaled[i] + more for i, more in zip(ids, noise, strict=True)]
+        best = max(values)
+        token = min([i for i, value in zip(ids, values, strict=True) if value == best])
     if sampling.logprobs is None:
         return Choice(token)
     peak = max(logits)
-    total = peak + math.log(sum(math.exp(value - peak) for value in logits))
-    best = sorted(range(len(logits)), key=lambda i: -logits[i])[: sampling.logprobs]
-    top = tuple((i, min(0.0, logits[i] - total)) for i in best)
+    total = peak + math.log(sum([math.exp(value - peak) for value in logits]))
+    likely = ranked(logits)[: sampling.logprobs] if sampling.logprobs else []
+    top = tuple([(i, min(0.0, logits[i] - total)) for i in likely])
     return Choice(token, min(0.0, logits[token] - total), top)
 
 
@@ -106,7 +108,7 @@ def allowed(scaled: Sequence[float], sampling: Sampling) -> list[int]:
     """Ids that top-k, top-p and min-p leave; what is ranked goes by value, equals by id."""
     if not sampling.top_k and sampling.top_p >= 1 and not sampling.min_p:
         return list(range(len(scaled)))
-    ids = sorted(range(len(scaled)), key=lambda i: -scaled[i])
+    ids = ranked(scaled)
     if 0 < sampling.top_k < len(ids):
         ids = ids[: sampling.top_k]
     peak = scaled[ids[0]]
@@ -125,14 +127,22 @@ def allowed(scaled: Sequence[float], sampling: Sampling) -> list[int]:
     return ids
 
 
-def gumbel(seed: int, position: int, count: int) -> list[float]:
+def ranked(values: Sequence[float]) -> list[int]:
+    """Ids by falling value, equals by id."""
+    return sorted(range(len(values)), key=values.__getitem__, reverse=True)  # stable in reverse too
+
+
+def gumbel(seed: int, position: int, count: int, among: Sequence[int] | None = None) -> list[float]:
     """Standard Gumbel noise for `count` ids: SHAKE-128 of (seed, position) as uniforms in (0, 1).
 
-    Not the noise of pipeline.sample, which is made for rows of 100,000.
+    Or for those `among` them only. Not the noise of pipeline.sample, made for rows of 100,000.
     """
     data = shake_128(seed.to_bytes(8, "little") + position.to_bytes(8, "little")).digest(8 * count)
     log = math.log
-    return [-log(-log(((word >> 11) + 0.5) * 2.0**-53)) for word in unpack(f"<{count}Q", data)]
+    words = unpack(f"<{count}Q", data)
+    if among is not None:
+        words = tuple([words[i] for i in among])  # few, where the rest is filtered out
+    return [-log(-log(((word >> 11) + 0.5) * 2.0**-53)) for word in words]
 
 
 def result(segment: Segment, choices: Sequence[Choice]) -> Result:

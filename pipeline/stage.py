@@ -19,6 +19,9 @@ from transport.frame import (
     Frame,
     Free,
     LinkGap,
+    Look,
+    Measure,
+    Measured,
     Ping,
     Refusal,
     Reject,
@@ -30,10 +33,12 @@ from transport.frame import (
     Verdict,
     Wire,
 )
+from transport.quick import quick
 
 MAX_WAITING = 4096  # frames behind a forward; the scheduler's window is about stages + 1 frames
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Send:
     """Push a frame to the next stage, or from the tail to the coordinator."""
@@ -41,6 +46,7 @@ class Send:
     frame: Wire
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Forward:
     """Run the block over run.segments; answer with a Forwarded frame.
@@ -70,7 +76,19 @@ class DropRows:
     parked: int
 
 
-Action: TypeAlias = Send | Forward | CopyRows | DropRows
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """Find out what a Machine says; answer with a Measured frame.
+
+    Trial forwards may write in [start, capacity) of the slot, behind what anybody reads.
+    """
+
+    asked: Measure
+    slot: int
+    start: int
+
+
+Action: TypeAlias = Send | Forward | CopyRows | DropRows | Survey
 
 
 class Stage:
@@ -93,16 +111,22 @@ class Stage:
         self._park_bytes = park_bytes
         self._running: tuple[Run, float, float] | None = None  # frame, arrived, started
         self._waiting: deque[tuple[Frame, float]] = deque()
+        self._marked: tuple[int, float] | None = None  # a link is being measured: number, since
 
     def handle(self, frame: Frame, now: float) -> list[Action]:
         """Take one frame; return what to do, in order. now: seconds on any monotonic clock."""
         actions: list[Action] = []
         if isinstance(frame, Forwarded):
             self._forwarded(frame, now, actions)
+        elif isinstance(frame, Measured):
+            measure = Measure(self.ring, frame.number, Look.MACHINES, frame.wide, frame.machines)
+            actions.append(Send(measure))
         elif isinstance(frame, LinkGap):
             actions.append(self._lost(f"{frame.link}: frame {frame.got}, not {frame.expected}"))
         elif len(self._waiting) >= MAX_WAITING:
             actions.append(self._lost(f"more than {MAX_WAITING} frames wait"))
+        elif self._running is None and not self._waiting:
+            self._take(frame, now, now, actions)
         else:
             self._waiting.append((frame, now))
         while self._waiting and self._running is None:
@@ -134,6 +158,8 @@ class Stage:
             self._roll_call(frame, actions)
         elif isinstance(frame, (Ping, Reject)):
             actions.append(Send(frame))
+        elif isinstance(frame, Measure):
+            self._measure(frame, arrived, actions)
         elif not isinstance(frame, (Run, Copy, Free)) or self._stale(frame.epoch):
             self.dropped += 1
         elif frame.epoch != self.epoch:
@@ -179,20 +205,36 @@ class Stage:
         )
         actions.append(Send(replace(frame, claims=claims, entries=(*frame.entries, entry))))
 
+    def _measure(self, frame: Measure, arrived: float, actions: list[Action]) -> None:
+        if frame.look is Look.MACHINES:
+            slot = min(range(len(self.slots)), key=self.slots.length)
+            actions.append(Survey(frame, slot, self.slots.length(slot)))
+        elif frame.look is Look.MARK:
+            self._marked = frame.number, arrived
+        else:
+            number, since = self._marked or (None, 0.0)
+            gap_ns = max(0, int((arrived - since) * 1e9)) if number == frame.number else 0
+            self._marked = None
+            actions.append(Send(Measure(frame.ring, frame.number, Look.MARK)))
+            actions.append(Send(replace(frame, gaps_ns=(*frame.gaps_ns, gap_ns))))
+
     def _run(self, run: Run, arrived: float, now: float, actions: list[Action]) -> None:
         kept: list[Segment] = []
         rows: list[tuple[int, int]] = []
+        slots: dict[int, None] = {}
         at = 0
         for segment in run.segments:
             refused = self.slots.refuses(segment)
-            if refused is None and any(other.slot == segment.slot for other in kept):
+            if refused is None and segment.slot in slots:
                 refused = Refusal.RANGE, f"slot {segment.slot} twice in one frame"
+            end = at + len(segment.tokens)
             if refused is None:
                 kept.append(segment)
-                rows.append((at, at + len(segment.tokens)))
+                slots[segment.slot] = None
+                rows.append((at, end))
             else:
                 actions.append(self._reject(run, *refused, segment))
-            at += len(segment.tokens)
+            at = end
         wrong = self._payload_fault(run, at)
         if wrong is not None:
             actions.append(self._reject(run, Refusal.RANGE, wrong))
@@ -209,7 +251,7 @@ class Stage:
         actions.append(Forward(accepted, None if whole else tuple(rows), self._histories(kept)))
 
     def _histories(self, segments: list[Segment]) -> tuple[tuple[int, ...], ...]:
-        if not self.info.tail or all(segment.sampling.shaping is None for segment in segments):
+        if not self.info.tail or not any(each.sampling.shaping for each in segments):
             return ()
         return tuple(self.slots.history(segment) for segment in segments)
 
@@ -283,4 +325,6 @@ def _passed(frame: Frame) -> int:
             return len(frame.entries)
         case Copy():
             return len(frame.done)
+        case Measure():
+            return max(len(frame.machines), len(frame.gaps_ns))
     return 0

@@ -154,7 +154,10 @@ class TorchModel:
 
     def _load(self, source: Source) -> None:
         first, last = self._first, self._last
-        total = last - first + 2
+        self._unread = self._weights = sum(
+            source.size(name) for name in source.names((first, last))
+        )
+        self._weight_bytes = self._end_bytes = 0
         shape = (self._slots, self._groups, self._capacity, self._size)
         self._layers: list[nn.Module] = []
         self._caches: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -163,7 +166,6 @@ class TorchModel:
         if first == 0:
             self._embedding = self._read(source, EMBEDDING)
         for index in range(first, last):
-            self._report((index - first + 1) / total, f"layer {index} of [{first}, {last})")
             self._layers.append(self._layer(source, index))
             # Zeroed, not empty: rows that were never written are masked, but must not be NaN.
             self._caches[index] = (
@@ -171,7 +173,6 @@ class TorchModel:
                 torch.zeros(shape, dtype=self._dtype, device=self._device),
             )
         if last == source.layers_total:
-            self._report((total - 1) / total, "LM head")
             self._norm = self._module(source.family.norm, self._config)
             self._norm.load_state_dict({"weight": self._read(source, FINAL_NORM)}, assign=True)
             self._head = self._lm_head(source)
@@ -183,7 +184,13 @@ class TorchModel:
         return Steps(self._through, Plan([], self._caches), like, group, self._kernels)
 
     def _read(self, source: Source, name: str) -> torch.Tensor:
-        return source.read(name, self._dtype).to(self._device)
+        tensor = source.read(name, self._dtype).to(self._device)
+        self._unread -= source.size(name)
+        done, whole = self._weights - self._unread, self._weights
+        self._report(done / whole, f"reading weights, {done / 1e6:,.0f} of {whole / 1e6:,.0f} MB")
+        self._weight_bytes += tensor.nbytes
+        self._end_bytes += tensor.nbytes if name in (EMBEDDING, LM_HEAD) else 0
+        return tensor
 
     def _layer(self, source: Source, index: int) -> nn.Module:
         with torch.device("meta"):
@@ -246,6 +253,8 @@ class TorchModel:
             kernel,
             2 * self._groups * self._size * self._dtype.itemsize * (self._last - self._first),
             (str(self._dtype).removeprefix("torch."), int(self._config.hidden_size)),
+            self._weight_bytes,
+            self._end_bytes,
         )
 
     # ---- one forward -----------------------------------------------------------------------------

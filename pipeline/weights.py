@@ -141,10 +141,17 @@ class Source:
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """One tensor as a fresh, contiguous copy in `dtype`. `lm_head.weight` may be tied."""
-        entry = self.entries[EMBEDDING if name == LM_HEAD and self._tied else name]
+        entry = self._entry(name)
         tensor = self._load(entry, dtype)
         entry.file.release(entry.offset, entry.size)
         return tensor
+
+    def size(self, name: str) -> int:
+        """Bytes in the file that `read` reads."""
+        return self._entry(name).size
+
+    def _entry(self, name: str) -> Entry:
+        return self.entries[EMBEDDING if name == LM_HEAD and self._tied else name]
 
     @cached_property
     def layer_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -123,6 +123,12 @@ class FakeEngine:
             raise self.refusal
         self.asked.append(("keep", ring, slot, keep_s))
 
+    async def measure(self, ring: str, *, wide: bool) -> dict[str, object]:
+        if self.refusal is not None:
+            raise self.refusal
+        self.asked.append(("measure", ring, wide))
+        return {"ring": ring, "stages": [], "links": []}
+
     def ready(self) -> tuple[bool, str]:
         return self.is_ready
 

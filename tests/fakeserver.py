@@ -10,7 +10,7 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any
@@ -65,6 +65,8 @@ class FakeServer:
 
     def __init__(self) -> None:
         self.url = ""
+        self.port = 0
+        self.stop: Callable[[], None] = lambda: None
         self.not_ready = 0  # how many times /ready still says 503
         self.replies: list[str] = []
         self.endless = False  # the reply goes on until the client is gone
@@ -156,6 +158,9 @@ class FakeServer:
             "ttft_ms": 1.5,
             "tokens_per_s": 123.4,
         }
+        if matched:
+            last["kvring"]["miss"] = {"position": matched, "reason": "edited"}
+            last["kvring"] |= {"drafts_accepted": 3, "drafts_rejected": 1}
         yield _event(last)
         if body.get("stream_options", {}).get("include_usage"):
             usage: dict[str, Any] = {"prompt_tokens": len(prompt), "completion_tokens": len(words)}
@@ -172,25 +177,32 @@ class FakeServer:
 
 
 @contextmanager
-def serve() -> Iterator[FakeServer]:
-    """A fake server that listens until the block is left."""
+def serve(port: int = 0) -> Iterator[FakeServer]:
+    """A fake server that listens until the block is left, or it is told to stop."""
     fake = FakeServer()
     listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(("127.0.0.1", port))
     listener.listen(16)  # connections wait here until the thread below accepts them
-    fake.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    fake.port = listener.getsockname()[1]
+    fake.url = f"http://127.0.0.1:{fake.port}"
     config = uvicorn.Config(
         fake.app(), log_level="critical", ws="none", lifespan="off", timeout_graceful_shutdown=1
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
-    try:
-        yield fake
-    finally:
+
+    def stop() -> None:
         server.should_exit = True
         thread.join()
         listener.close()
+
+    fake.stop = stop
+    try:
+        yield fake
+    finally:
+        stop()
 
 
 def _common(first: list[str], second: list[str]) -> int:

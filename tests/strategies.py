@@ -19,6 +19,10 @@ from transport.frame import (
     Heartbeat,
     Kind,
     Local,
+    Look,
+    Machine,
+    Measure,
+    Measured,
     Refusal,
     Reject,
     Remembered,
@@ -150,6 +154,19 @@ BY_CLASS[Segment, "sampling"] = BY_CLASS[Submit, "sampling"] = _samplings
 BY_CLASS[Run, "segments"] = some(records(Segment), 0, 3)
 BY_CLASS[Run, "timings"] = BY_CLASS[Verdict, "timings"] = some(records(Timing))
 BY_CLASS[Verdict, "results"] = BY_CLASS[Forwarded, "results"] = some(records(Result), 0, 3)
+BY_CLASS |= {
+    (Machine, "machine"): names,
+    (Machine, "device"): names,
+    (Machine, "software"): texts,
+    (Machine, "layers"): st.tuples(counts, counts),
+    (Machine, "slots"): serials,
+    (Machine, "trips"): some(st.tuples(names, serials)),
+    (Measure, "look"): st.sampled_from(Look),
+    (Measure, "wide"): st.booleans(),
+    (Measured, "wide"): st.booleans(),
+    (Measure, "gaps_ns"): some(serials),
+}
+BY_CLASS[Measure, "machines"] = BY_CLASS[Measured, "machines"] = some(records(Machine), 0, 3)
 BY_CLASS[RollCall, "claims"] = some(records(Claim))
 BY_CLASS[RollCall, "entries"] = some(records(StageEntry), 0, 3)
 

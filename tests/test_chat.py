@@ -2,9 +2,7 @@ from __future__ import annotations
 
 import io
 import os
-import pty
-import select
-import signal
+import re
 import subprocess
 import sys
 import time
@@ -14,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.fakeserver import FakeServer, serve
+from tests.screen import CTRL_C, ENTER, ROOT, terminal
 from tools import cli
-
-ROOT = Path(__file__).resolve().parent.parent
+from tools.prompt import KEPT, History
 
 
 @pytest.fixture
@@ -35,12 +33,7 @@ def test_a_piped_conversation_prints_only_replies_on_stdout(
 ) -> None:
     fake.replies = ["Good day", "Fine thanks"]
     assert chat(fake, monkeypatch, "hello there\nhow are you\n", "--system", "be brief") == 0
-    seen = capsys.readouterr()
-    assert seen.out == "Good day\nFine thanks\n"
-    assert "\033" not in seen.err
-    first, second = seen.err.splitlines()
-    assert "0 cached + 4 prefilled · 2 tokens · 123.4 tokens/s" in first
-    assert "5 cached + 4 prefilled" in second  # be brief hello there Good | day how are you
+    assert capsys.readouterr() == ("Good day\nFine thanks\n", "")
     assert [message["role"] for message in fake.bodies[1]["messages"]] == [
         "system",
         "user",
@@ -69,15 +62,29 @@ def test_a_trailing_backslash_continues_the_message(
 def test_commands(
     fake: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fake.replies = ["A", "B"]
-    lines = "/stats\nfirst\n/stats\n/new\nsecond\n/help\n/what\n/exit\nnever\n"
-    assert chat(fake, monkeypatch, lines) == 0
+    fake.replies = ["A", "B", "C", "D"]
+    lines = "/stats\n/retry\n/back\n/fork 1\nfirst\nsecond\n/stats\n/fork x\n/fork 1\nother\n"
+    rest = "/new\n/back\nthird\n/new now\n/help\n/what\n /what\n/exit\nnever\n"
+    assert chat(fake, monkeypatch, lines + rest) == 0
     out = capsys.readouterr().out
-    assert "no turn yet" in out
-    assert "  1  first token" in out
+    assert out.count("no turn yet") == 3  # stats, retry, fork
+    assert "no other conversation yet" in out
+    rows = [" ".join(line.split()) for line in out.splitlines()]
+    assert rows[rows.index("A") + 2 :][:4] == [
+        "turn cached prefilled first token tokens/s drafts reuse ended",
+        "1 0 1 1.5 ms 123 -",
+        "2 1 2 1.5 ms 123 3/4 at 1: another text stands there",
+        "all 1 (25%) 3",
+    ]
+    assert "/fork x: no such turn; there is turns 1 to 2" in out
     assert "Ctrl-C stops a reply" in out
+    assert "/new takes no argument" in out
     assert "/what: no such command" in out
-    assert [len(body["messages"]) for body in fake.bodies] == [1, 1]
+    said = [[each["content"] for each in body["messages"]] for body in fake.bodies]
+    assert said[2:4] == [["first", "A", "other"], ["first", "A", "other", "C", "third"]]
+    assert said[4][-1] == " /what"
+    sessions = [body["prompt_cache_key"] for body in fake.bodies]
+    assert sessions[0] == sessions[1] != sessions[2] == sessions[3]
 
 
 def test_it_waits_while_the_ring_loads(
@@ -104,9 +111,8 @@ def test_errors_are_one_line_and_exit_code_1(
     fake.reject = (400, "5000 tokens are too many", "context_length_exceeded")
     assert chat(fake, monkeypatch, "hi\n") == 1
     err = capsys.readouterr().err
-    assert err == (
-        "kvring: the server says 400: 5000 tokens are too many (/new starts another conversation)\n"
-    )
+    words = "kvring: the server says 400: 5000 tokens are too many"
+    assert err == f"{words} (docs/troubleshooting.md#prompt-too-long)\n"
     fake.error_after = 1
     assert chat(fake, monkeypatch, "hi\n") == 1
     assert "kvring: the server ended the reply: ring lost" in capsys.readouterr().err
@@ -121,46 +127,113 @@ def test_no_server(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     assert cli.run(["chat", "--url", "ftp://x"]) == 2
 
 
-def test_ctrl_c_stops_the_reply_and_a_second_one_leaves(fake: FakeServer) -> None:
-    """In a real terminal: the interrupt closes the stream, which the server sees as a cancel."""
+def test_ctrl_c_cuts_a_stream_of_a_server_without_cancel(fake: FakeServer, tmp_path: Path) -> None:
+    """In a real terminal: the stream is closed, which the server sees as a cancel."""
     fake.endless = True
-    master, slave = pty.openpty()
-    command = [sys.executable, "-m", "tools.cli", "chat", "--url", fake.url]
-    process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, cwd=ROOT)
-    os.close(slave)
-    screen = Screen(master)
-    try:
+    with terminal("chat", "--url", fake.url, state=tmp_path) as screen:
         screen.wait_for("> ")
-        os.write(master, b"talk\n")
+        screen.press(f"talk{ENTER}")
         screen.wait_for("more more")
-        process.send_signal(signal.SIGINT)
-        screen.wait_for("\033[2mfirst token")
-        screen.wait_for("stopped")
+        screen.press(CTRL_C)
+        screen.wait_for(r"first token .* · stopped")
         assert fake.cancelled.wait(10)
         screen.wait_for("> ")
-        assert process.poll() is None
+        assert screen.process.poll() is None
         time.sleep(0.3)  # readline shows its prompt a moment before it can be interrupted
-        process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 130
-    finally:
-        process.kill()
-        process.wait()
-        os.close(master)
+        screen.press(CTRL_C)
+        screen.wait_for("Ctrl-C again(?s:.*)> ")
+        time.sleep(0.3)
+        screen.press("half a sent")
+        screen.wait_for("half a sent")
+        screen.press(CTRL_C)  # empties the line, and does not count
+        screen.wait_for("> ")
+        time.sleep(0.3)
+        screen.press(CTRL_C)
+        screen.wait_for("Ctrl-C again")
+        time.sleep(0.3)
+        screen.press(CTRL_C)
+        assert screen.wait() == 130
 
 
-class Screen:
-    """What a program wrote to its terminal, consumed in order."""
+def test_a_lost_server_costs_no_word(tmp_path: Path) -> None:
+    with serve() as fake, terminal("chat", "--url", fake.url, state=tmp_path) as screen:
+        screen.wait_for("> ")
+        screen.press(f"one{ENTER}")
+        screen.wait_for("cached 0 · prefilled 1 ")
+        fake.error_after = 1
+        screen.press(f"two{ENTER}")
+        screen.wait_for(r"(?s)kvring: the server ended the reply: ring lost.*;.*lost: /retry")
+        port = fake.port
+        fake.stop()
+        screen.press(f"/retry{ENTER}")
+        screen.wait_for("(?s)kvring: no server at .*/retry asks")
+        with serve(port) as again:
+            screen.press(f"/retry{ENTER}")
+            screen.wait_for("prefilled")
+            screen.press(f"/retry{ENTER}")
+            screen.wait_for("prefilled")
+            screen.press(f"/stats{ENTER}")
+            screen.wait_for("again 2 ")
+            said = [[each["content"] for each in body["messages"]] for body in again.bodies]
+            assert [words[::2] for words in said] == [["one", "two"]] * 2
+            assert len({body["prompt_cache_key"] for body in fake.bodies + again.bodies}) == 1
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._unread = ""
 
-    def wait_for(self, text: str) -> None:
-        """Read past the next `text`; fails after 10 s without it."""
-        deadline = time.monotonic() + 10
-        while text not in self._unread:
-            rest = max(0.0, deadline - time.monotonic())
-            ready, _, _ = select.select([self._descriptor], [], [], rest)
-            assert ready, f"never saw {text!r} in {self._unread!r}"
-            self._unread += os.read(self._descriptor, 65536).decode(errors="replace")
-        self._unread = self._unread.split(text, 1)[1]
+def test_without_a_terminal_there_is_the_reply_and_nothing_else(
+    fake: FakeServer, tmp_path: Path
+) -> None:
+    """Also where only the input is a pipe: echo hi | kvring chat."""
+    words = " ".join(["rather"] * 30)
+    fake.replies = [words, words]
+    command = ["chat", "--url", fake.url]
+    program = [sys.executable, "-m", "tools.cli", *command]
+    done = subprocess.run(program, input=b"hi\n", capture_output=True, cwd=ROOT, check=True)
+    assert (done.stdout, done.stderr) == (f"{words}\n".encode(), b"")
+    with subprocess.Popen(["echo", "hi"], stdout=subprocess.PIPE) as echo:
+        assert echo.stdout is not None
+        with terminal(*command, state=tmp_path, stdin=echo.stdout.fileno()) as screen:
+            screen.wait_for(words)
+            assert screen.wait() == 0
+    assert screen.raw == f"{words}\r\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_replies_are_broken_between_words_and_cannot_steer_the_terminal(
+    fake: FakeServer, tmp_path: Path
+) -> None:
+    fake.replies = [" ".join(["sentence"] * 9 + ["red\x1b[31m\x07", "x" * 100])]
+    with terminal("chat", "--url", fake.url, state=tmp_path, columns=40) as screen:
+        screen.wait_for("> ")
+        screen.press(f"go{ENTER}")
+        screen.wait_for(r"cached 0 · prefilled 1\s+first token 1.5 ms · 123 tokens/s")
+        shown = screen.raw
+    while moved := re.search(r"\x1b\[(\d+)D\x1b\[K", shown):  # taken to the next line
+        shown = shown[: moved.start() - int(moved[1])] + shown[moved.end() :]
+    lines = [line.strip("\r ") for line in shown.split("\n")]
+    assert sum(line.endswith(" ".join(["sentence"] * 4)) for line in lines) == 2
+    assert "sentence red\ufffd[31m\ufffd" in lines
+    assert [len(line) for line in lines if set(line) == {"x"}] == [39, 39, 22]
+
+
+def test_the_history_survives_what_may_happen_to_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "state" / "history"
+    history = History(file)
+    for text in ("a", "b", "b", "grüße\nzwei"):
+        history.add(text)
+    with file.open("a") as damaged:
+        damaged.write('7\n"half a li')
+    assert History(file).entries == ["a", "b", "grüße\nzwei"]
+    file.write_text("".join(f'"{n}"\n' for n in range(2 * KEPT + 1)))
+    assert History(file).entries[0] == str(KEPT + 1)
+    assert len(file.read_text().splitlines()) == KEPT
+    assert [each.name for each in file.parent.iterdir()] == ["history"]
+    assert file.stat().st_mode & 0o777 == 0o600
+    nowhere = History(file / "below")
+    nowhere.add("kept for this run")
+    assert nowhere.entries == ["kept for this run"]
+    assert str(nowhere.trouble).startswith(str(file))
+    os.mkfifo(tmp_path / "fifo")
+    assert str(History(tmp_path / "fifo").trouble).endswith("fifo: no regular file")
+    homeless = History(None)
+    homeless.add("kept for this run")
+    assert (homeless.entries, homeless.trouble) == (nowhere.entries, "there is no home directory")

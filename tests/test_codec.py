@@ -24,6 +24,7 @@ from transport.frame import (
     FrameError,
     Heartbeat,
     Kind,
+    Measure,
     Refusal,
     Reject,
     Remembered,
@@ -96,7 +97,7 @@ def test_header_alone_gives_the_frame_without_its_bytes(frame: Frame) -> None:
     if payload is None:
         assert again == frame
     else:
-        assert isinstance(again, Run | Forwarded)
+        assert isinstance(again, Run | Forwarded | Measure)
         assert again.payload == Tensor(payload.dtype, payload.shape, b"")
 
 

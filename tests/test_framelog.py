@@ -17,7 +17,17 @@ from hypothesis import strategies as st
 
 from tests.strategies import envelopes, frames
 from transport.codec import encode
-from transport.frame import Envelope, Forwarded, Frame, FrameError, Ping, Run, Tensor, Tick
+from transport.frame import (
+    Envelope,
+    Forwarded,
+    Frame,
+    FrameError,
+    Measure,
+    Ping,
+    Run,
+    Tensor,
+    Tick,
+)
 from transport.framelog import (
     Direction,
     FrameLogError,
@@ -85,7 +95,7 @@ def test_frames_survive(sent: list[tuple[Frame, Envelope]], payloads: Payloads) 
         if payloads is Payloads.FULL or payload is None:
             assert again == frame
         else:
-            assert isinstance(again, Run | Forwarded)
+            assert isinstance(again, Run | Forwarded | Measure)
             assert again.payload == Tensor(payload.dtype, payload.shape, b"")
             assert record.payload_bytes == len(payload.data)
     assert count == len(sent)

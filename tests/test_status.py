@@ -1,11 +1,16 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.fakeserver import RING, FakeServer, serve
+from tests.screen import BACKGROUND, CTRL_C, terminal
 from tools import cli
 from tools.client import Client, Json, Readiness
 from tools.status import BAR_CELLS, bar, render
@@ -68,6 +73,72 @@ def test_a_wrong_key_is_said(fake: FakeServer, capsys: pytest.CaptureFixture[str
     assert cli.run(["status", "--url", fake.url, "--api-key", "secret"]) == 0
 
 
+def test_watching_goes_on_until_ctrl_c_and_waits_for_a_server_that_is_away(tmp_path: Path) -> None:
+    with serve() as fake, terminal("status", "--url", fake.url, "-w", "0.1", state=tmp_path) as it:
+        it.wait_for("fake · ready")
+        port = fake.port
+        fake.stop()
+        it.wait_for("no server at")
+        it.wait_for(r"waiting for it; \d s ago it said:")
+        it.wait_for("fake · ready")
+        with serve(port) as again:
+            again.not_ready = 2
+            it.wait_for("fake · not ready")
+            it.wait_for("fake · ready")
+            it.wait_for(r"(?s)fake · ready.*fake · ready")
+            it.press(CTRL_C)
+            assert it.wait() == 0
+    assert "Traceback" not in it.text
+
+
+def test_watching_into_a_pipe_prints_again_and_again(fake: FakeServer) -> None:
+    command = [sys.executable, "-m", "tools.cli", "status", "--url", fake.url, "--watch", "0.1"]
+    for option, first in (([], "fake · ready · up 1 min 15 s"), (["--json"], '{"model": "fake"')):
+        pipe = subprocess.PIPE
+        with subprocess.Popen([*command, *option], stdout=pipe, stderr=pipe, text=True) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            seen: list[str] = []
+            while sum(line.startswith(first) for line in seen) < 2:
+                seen.append(process.stdout.readline())
+                assert seen[-1]
+            process.send_signal(signal.SIGINT)
+            rest, errors = process.stdout.read(), process.stderr.read()
+        assert (process.returncode, errors) == (0, "")
+        assert "\x1b" not in "".join(seen) + rest
+
+
+def test_in_the_background_nothing_is_rewritten(fake: FakeServer, tmp_path: Path) -> None:
+    """Someone types in that terminal."""
+    options = ("status", "--url", fake.url, "-w", "0.1")
+    with terminal(*options, state=tmp_path, start=BACKGROUND) as screen:
+        screen.wait_for("(?s)fake · ready.*fake · ready")
+    assert "\x1b" not in screen.raw
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["5"], "5: seconds are for --watch"),
+        (["--watch", "0"], "--watch 0: 0.1 to 3600 seconds"),
+        (["--watch", "--url", "ftp://x"], "--url ftp://x"),
+    ],
+)
+def test_a_watch_that_cannot_be(
+    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["status", *options]) == 2
+    assert capsys.readouterr().err.startswith(f"kvring: {words}")
+
+
+def test_watching_without_the_key_ends(
+    fake: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.api_key = "secret"
+    assert cli.run(["status", "--url", fake.url, "--watch"]) == 1
+    assert capsys.readouterr().err.startswith("kvring: the server says 401: wrong API key ")
+
+
 def test_missing_and_odd_values_are_dashes() -> None:
     ready = Readiness(ready=True, detail="", progress=None)
     lines = render({}, ready, plain)
@@ -78,6 +149,13 @@ def test_missing_and_odd_values_are_dashes() -> None:
     }
     text = "\n".join(render(odd, ready, plain))
     assert "ring - · - · epoch - · - · reuse -" in text
+
+
+def test_a_narrow_terminal_gets_short_bars_and_no_addresses() -> None:
+    lines = render(RING, Readiness(True, "", None), plain, narrow=True)
+    assert "tcp://" not in "\n".join(lines)
+    assert lines[-2] == "  0     ████····  2,048/4,096  17    0 s   -     -"
+    assert max(map(len, lines[3:])) <= 72
 
 
 def test_bar_shows_any_row_and_is_full_only_at_capacity() -> None:

@@ -17,10 +17,9 @@ from transport.frame import Kind, Sampling, Segment
 TIMEOUT_S = 60.0
 
 
-def truth(prompt: Sequence[int], count: int) -> list[int]:
+def truth(prompt: Sequence[int], count: int, layers: int = TOY_LAYERS) -> list[int]:
     """The tokens after `prompt`: one model that holds all layers, one token at a time."""
-    layers = (0, TOY_LAYERS)
-    model = ToyModel(layers, TOY_LAYERS, slots=1, capacity=len(prompt) + count)
+    model = ToyModel((0, layers), layers, slots=1, capacity=len(prompt) + count)
     tokens, at = list(prompt), 0
     while len(tokens) < len(prompt) + count:
         new = tuple(tokens[at:])

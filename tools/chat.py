@@ -1,41 +1,46 @@
-"""Owns `kvring chat`: the conversation in a terminal, and the line that says what a turn cost.
+"""Owns `kvring chat`: the conversation in a terminal, its commands, and how a reply is stopped.
 
-Replies go to stdout. On a terminal so does the line after each reply; in a pipe it goes to stderr.
+In a pipe stdout gets the replies and nothing else.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
+import io
+import signal
 import sys
-from dataclasses import dataclass, field
+import termios
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType
 
 from tools.client import Client, Json, Readiness, Reply, ServerError
+from tools.conversation import Conversation, turn_number
 from tools.errors import RUNTIME, ToolError
-from tools.terminal import ProgressLine, paint
+from tools.prompt import History, Pipe, Typist, history_file, is_command
+from tools.terminal import (
+    SEPARATOR,
+    Flow,
+    ProgressLine,
+    console,
+    in_place,
+    paint,
+    printable,
+    width,
+    wrapped,
+)
+from tools.turns import WIDE, cost, table
 
-HELP = """\
-/new    forget this conversation and start another
-/stats  what each turn cost
-/exit   leave (so does Ctrl-D)
-A line that ends in \\ goes on in the next. Ctrl-C stops a reply; a second one leaves."""
-
-
-@dataclass(slots=True)
-class Conversation:
-    """The messages so far and what every turn cost."""
-
-    system: str | None
-    messages: list[dict[str, str]] = field(default_factory=list)
-    replies: list[Reply] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
-        """Forget everything but the system message."""
-        self.messages = [{"role": "system", "content": self.system}] if self.system else []
-        self.replies = []
+STOP_S = 2.0  # for the server to end a stopped reply with its numbers; then the stream is cut
+INTERRUPTED = 130
+TITLE = 40  # characters of a message within a line
+KEYS = (
+    "Alt-Enter, or \\ at a line's end, goes on in the next line; pasted lines are one message.",
+    "Up and Ctrl-R find earlier messages. Ctrl-C stops a reply; at the prompt, twice, it leaves.",
+    "A message that begins with / needs a space in front of it.",
+)
 
 
 def run_chat(
@@ -48,17 +53,20 @@ def run_chat(
     max_tokens: int | None,
 ) -> int:
     """Talk until the input ends; returns the exit code."""
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):  # one odd byte must not end a conversation
+            stream.reconfigure(errors="replace")
     with Client(url, api_key) as client:
         wait_ready(client)
-        settings: Json = {"model": model or client.first_model()}
-        settings["temperature"] = temperature
+        settings: Json = {"model": model or client.first_model(), "temperature": temperature}
         if max_tokens is not None:
             settings["max_tokens"] = max_tokens
-        if sys.stdin.isatty():
-            with contextlib.suppress(ImportError):  # arrow keys in input(), where Python has it
-                importlib.import_module("readline")
-            print(paint(f"{settings['model']} at {client.url}; /help for help", "dim", sys.stdout))
-        return _talk(client, settings, Conversation(system))
+        chat = _Chat(client, settings, Conversation(system))
+        return chat.with_person() if _is_person() else chat.with_pipe()
+
+
+def _is_person() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def wait_ready(client: Client) -> None:
@@ -74,129 +82,299 @@ def wait_ready(client: Client) -> None:
         line.close()
 
 
-def _talk(client: Client, settings: Json, conversation: Conversation) -> int:
-    interactive = sys.stdin.isatty()
-    interrupted = False
-    while True:
-        try:
-            text = _read(interactive)
-        except KeyboardInterrupt:
-            print()
-            if interrupted or not interactive:
-                return 130
-            interrupted = True
-            print(paint("Ctrl-C again or /exit to leave", "dim", sys.stdout))
-            continue
-        if text is None:
-            if interactive:
-                print()
-            return 0
+@dataclass(frozen=True, slots=True)
+class _Command:
+    """argument: what may follow its name, for the help; "" where nothing may."""
+
+    argument: str
+    text: str
+    run: Callable[[str], bool]  # False leaves
+
+
+class _Chat:
+    """The conversation at hand, the one that was left for it, and what may be done."""
+
+    def __init__(self, client: Client, settings: Json, conversation: Conversation) -> None:
+        self._client = client
+        self._settings = settings
+        self._now = conversation
+        self._left: Conversation | None = None
+        self._commands = {
+            "/new": _Command("", "begin a new conversation", self._new),
+            "/fork": _Command("[N]", "go on behind turn N in a new one; no N: list", self._fork),
+            "/back": _Command("", "to the conversation that /new or /fork left", self._back),
+            "/retry": _Command("", "ask again for the last reply", self._retry),
+            "/stats": _Command("", "what each turn cost", self._stats),
+            "/help": _Command("", "this list", self._help),
+            "/quit": _Command("", "leave; so does Ctrl-D", lambda _: False),
+        }
+
+    def with_person(self) -> int:
+        """Prompt, answer, until Ctrl-D, /quit or a second Ctrl-C."""
+        history = History(history_file())
+        typist = Typist(history, list(self._commands))
+        _note(f"{self._settings['model']} at {self._client.url}; /help for help")
+        if history.trouble is not None:
+            _note(f"no history is kept: {history.trouble}")
         interrupted = False
-        if text.startswith("/") and "\n" not in text:
-            if not _command(text.strip(), conversation):
-                return 0
-        elif text.strip():
+        while True:
             try:
-                reply = _say(client, settings, conversation, text)
+                said = typist.read()
+                if said is None:
+                    print()
+                    return 0
+                interrupted = False
+                if not self._take(said):
+                    return 0
+            except KeyboardInterrupt:
+                print()
+                if interrupted and not typist.emptied:
+                    return INTERRUPTED
+                interrupted = not typist.emptied
+                if interrupted:
+                    _note("Ctrl-C again, Ctrl-D or /quit leaves")
             except ToolError as error:
-                _explain(error)
-                if not interactive:
-                    return RUNTIME
-                continue
-            interrupted = reply.finish_reason is None
-            if interrupted and not interactive:
-                return 130
+                self._explain(error)
 
+    def with_pipe(self) -> int:
+        """Answer each message of standard input; the first failure ends it."""
+        pipe = Pipe()
+        try:
+            while (said := pipe.read()) is not None:
+                if not self._take(said):
+                    break
+        except KeyboardInterrupt:
+            return INTERRUPTED
+        except ToolError as error:
+            self._explain(error)
+            return RUNTIME
+        return 0
 
-def _read(interactive: bool) -> str | None:
-    """The user's next message, over several lines if they end in a backslash; None at the end."""
-    lines: list[str] = []
-    while True:
-        if interactive:
-            try:
-                line = input("… " if lines else "> ")
-            except EOFError:
-                line = ""
-                if not lines:
-                    return None
+    def _take(self, said: str) -> bool:
+        """A command or a message; False to leave."""
+        if not said.strip():
+            return True
+        if not is_command(said):
+            self._say(said)
+            return True
+        name, _, argument = said.strip().partition(" ")
+        name = {"/exit": "/quit"}.get(name, name)
+        command = self._commands.get(name)
+        if command is None:
+            print(f"{printable(name)}: no such command; see /help, or put a space in front")
+            return True
+        if argument and not command.argument:
+            print(f"{name} takes no argument")
+            return True
+        return command.run(argument.strip())
+
+    # ---- commands --------------------------------------------------------------------------------
+
+    def _new(self, _: str) -> bool:
+        self._go(self._now.fork(0))
+        _note("a new conversation")
+        return True
+
+    def _fork(self, argument: str) -> bool:
+        turns = self._now.turns
+        if not argument:
+            self._list()
+            return True
+        number = turn_number(argument, turns)
+        if number is None:
+            there = f"turns 1 to {len(turns)}" if turns else "no turn yet"
+            print(f"/fork {printable(argument)}: no such turn; there is {there}")
+            return True
+        self._go(self._now.fork(number))
+        _note(f"a new conversation that goes on behind turn {number}; /back returns")
+        return True
+
+    def _list(self) -> None:
+        for number, turn in enumerate(self._now.turns, 1):
+            print(f"{number:4}  {_title(turn.said, width(sys.stdout) - 8)}")
+        if self._now.turns:
+            _note("/fork N goes on behind turn N; 0: before the first")
         else:
-            raw = sys.stdin.readline()
-            if not raw:
-                return "\n".join(lines) if lines else None
-            line = raw.rstrip("\r\n")
-        if not line.endswith("\\"):
-            return "\n".join([*lines, line])
-        lines.append(line[:-1])
-
-
-def _command(text: str, conversation: Conversation) -> bool:
-    """Run a /command; False to leave."""
-    if text in {"/exit", "/quit"}:
-        return False
-    if text == "/new":
-        conversation.restart()
-        print(paint("a new conversation", "dim", sys.stdout))
-    elif text == "/stats":
-        for number, reply in enumerate(conversation.replies, 1):
-            print(f"{number:3d}  {cost(reply)}")
-        if not conversation.replies:
             print("no turn yet")
-    elif text == "/help":
-        print(HELP)
-    else:
-        print(f"{text}: no such command\n{HELP}")
-    return True
+
+    def _back(self, _: str) -> bool:
+        if self._left is None:
+            print("no other conversation yet")
+            return True
+        self._go(self._left)
+        turns = self._now.turns
+        last = f"; you last said: {_title(turns[-1].said, TITLE)}" if turns else ""
+        _note(f"back, behind turn {len(turns)}{last}")
+        return True
+
+    def _go(self, conversation: Conversation) -> None:
+        self._now, self._left = conversation, self._now
+
+    def _retry(self, _: str) -> bool:
+        now = self._now
+        if now.unanswered is not None:
+            self._say(now.unanswered)
+        elif not now.turns:
+            print("no turn yet")
+        else:
+            last = now.turns.pop()
+            answered = False
+            try:
+                answered = self._say(last.said, again=True)
+            finally:
+                if not answered:
+                    now.turns.append(last)
+                    now.unanswered = None
+        return True
+
+    def _stats(self, _: str) -> bool:
+        if self._now.turns:
+            columns = width(sys.stdout) if _is_person() else 2 * WIDE
+            shown = console(sys.stdout, None if _is_person() else columns)
+            shown.print(table(self._now.turns, columns))
+        else:
+            print("no turn yet")
+        return True
+
+    def _help(self, _: str) -> bool:
+        for name, command in self._commands.items():
+            print(f"{f'{name} {command.argument}':11} {command.text}")
+        for text in KEYS:
+            print(textwrap.fill(text, width(sys.stdout) - 1))
+        return True
+
+    # ---- a turn ----------------------------------------------------------------------------------
+
+    def _say(self, said: str, *, again: bool = False) -> bool:
+        """One turn; False when no reply came. A stopped one stays as far as it came."""
+        now = self._now
+        now.unanswered = said
+        body = {**self._settings, **now.request(said)}
+        try:
+            reply = self._show(body)
+        except ServerError as error:
+            if error.status != 503:
+                raise
+            wait_ready(self._client)
+            reply = self._show(body)
+        answered = now.take(said, reply, again=again)
+        if _is_person():
+            if answered:
+                _note(*cost(reply))
+                print()
+            else:
+                _note("stopped before a reply came; /retry asks again")
+        elif reply.stopped:
+            raise KeyboardInterrupt
+        return answered
+
+    def _show(self, body: Json) -> Reply:
+        """Print a reply as it comes; one that Ctrl-C cut has the finish_reason None."""
+        from rich.text import Text
+
+        reply, flow, waiting = Reply(), Flow(sys.stdout, wraps=_is_person()), None
+        if _is_person() and in_place(sys.stdout):
+            waiting = console(sys.stdout).status(Text("waiting for the first token", "dim"))
+
+        def show(text: str) -> None:
+            if waiting is not None:
+                waiting.stop()
+            flow.write(text)
+
+        try:
+            with _unechoed(), _Stopping(self._client, reply):
+                if waiting is not None:
+                    waiting.start()
+                reply.read(self._client.chat(body), show)
+        except KeyboardInterrupt:
+            reply.finish_reason = None
+        finally:
+            if waiting is not None:
+                waiting.stop()
+            if reply.text or reply.finish_reason is not None:
+                print(flush=True)
+        return reply
+
+    def _explain(self, error: ToolError) -> None:
+        hint = ""
+        if isinstance(error, ServerError) and error.error_code == "context_length_exceeded":
+            hint = "/fork N or /new makes room"
+        elif self._now.unanswered is not None:
+            hint = "nothing said is lost: /retry asks again"
+        hint = hint if _is_person() else ""
+        text = f"kvring: {printable(error.told)}{f'; {hint}' if hint else ''}"
+        if _is_person():
+            text = textwrap.fill(text, width(sys.stdout) - 1)
+        print(paint(text, "red", sys.stderr), file=sys.stderr, flush=True)
 
 
-def _say(client: Client, settings: Json, conversation: Conversation, text: str) -> Reply:
-    """One turn. A stopped reply stays in the conversation as far as it came; a failed one not."""
-    messages = [*conversation.messages, {"role": "user", "content": text}]
-    body = {**settings, "messages": messages}
+class _Stopping:
+    """While a reply comes, the first Ctrl-C cancels it at the server, and the stream then ends.
+
+    A second one, or a server that does not end it, cuts the stream: KeyboardInterrupt.
+    """
+
+    def __init__(self, client: Client, reply: Reply) -> None:
+        self._client = client
+        self._reply = reply
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._canceller: threading.Thread | None = None
+
+    def __enter__(self) -> None:
+        self._previous = signal.signal(signal.SIGINT, self._take)
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._over.set()
+        signal.signal(signal.SIGINT, self._previous)
+        if self._canceller is not None:
+            self._canceller.join()
+
+    def _take(self, _number: int, _frame: FrameType | None) -> None:
+        if self._over.is_set():
+            return
+        if self._reply.id is None or self._canceller is not None:
+            raise KeyboardInterrupt
+        # in a thread: the HTTP library may hold its lock where the signal came
+        self._canceller = threading.Thread(target=self._cancel, args=(self._reply.id,))
+        self._canceller.start()
+
+    def _cancel(self, reply_id: str) -> None:
+        with contextlib.suppress(ToolError):
+            self._client.cancel(reply_id, STOP_S)
+        if self._over.wait(STOP_S):
+            return
+        with self._lock:
+            if not self._over.is_set():
+                main = threading.main_thread().ident
+                assert main is not None
+                signal.pthread_kill(main, signal.SIGINT)
+
+
+@contextlib.contextmanager
+def _unechoed() -> Iterator[None]:
+    """Keys pressed while a reply comes are not shown in its midst; they are read afterwards."""
+    if not _is_person():
+        yield
+        return
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    quiet = termios.tcgetattr(descriptor)
+    quiet[3] &= ~termios.ECHO
+    termios.tcsetattr(descriptor, termios.TCSADRAIN, quiet)
     try:
-        reply = _show(client, body)
-    except ServerError as error:
-        if error.status != 503:
-            raise
-        wait_ready(client)
-        reply = _show(client, body)
-    if reply.text or reply.finish_reason is not None:
-        conversation.messages = [*messages, {"role": "assistant", "content": reply.text}]
-    conversation.replies.append(reply)
-    stream = sys.stdout if sys.stdout.isatty() else sys.stderr
-    print(paint(cost(reply), "dim", stream), file=stream, flush=True)
-    return reply
-
-
-def _show(client: Client, body: Json) -> Reply:
-    """Print a reply as it comes; Ctrl-C leaves its finish_reason None."""
-    reply = Reply()
-    try:
-        reply.read(client.chat(body), lambda text: print(text, end="", flush=True))
-    except KeyboardInterrupt:
-        reply.finish_reason = None
+        yield
     finally:
-        if reply.text or reply.finish_reason is not None:
-            print(flush=True)
-    return reply
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
 
-def cost(reply: Reply) -> str:
-    """The line below a reply."""
-    parts = ["no token" if reply.ttft_s is None else f"first token {reply.ttft_s:.2f} s"]
-    if reply.cached is not None and reply.prefilled is not None:
-        parts.append(f"{reply.cached:,} cached + {reply.prefilled:,} prefilled")
-    parts.append(f"{reply.tokens:,} tokens")
-    if reply.tokens_per_s is not None:
-        parts.append(f"{reply.tokens_per_s:.1f} tokens/s")
-    if reply.finish_reason == "length":
-        parts.append("cut at the token limit")
-    elif reply.finish_reason is None:
-        parts.append("stopped")
-    return " · ".join(parts)
+def _title(said: str, room: int) -> str:
+    """The first words of a message, on one line."""
+    return textwrap.shorten(printable(said), room, placeholder=" …")
 
 
-def _explain(error: ToolError) -> None:
-    hint = ""
-    if isinstance(error, ServerError) and error.error_code == "context_length_exceeded":
-        hint = " (/new starts another conversation)"
-    print(paint(f"kvring: {error.message}{hint}", "red", sys.stderr), file=sys.stderr, flush=True)
+def _note(*parts: str) -> None:
+    """A dim line of the program's own, broken between its parts."""
+    for line in wrapped(SEPARATOR.join(parts), width(sys.stdout)):
+        print(paint(line, "dim", sys.stdout), flush=True)

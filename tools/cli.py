@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tools import bench, options
+from tools import bench, options, prepare
 from tools.errors import USAGE, ToolError
 from tools.framelogs import commands as framelogs
 
@@ -237,10 +237,20 @@ def status(
     ring: Annotated[
         str | None, typer.Option(metavar="NAME", help="Whose slot [default: the only ring's].")
     ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Again and again, until Ctrl-C.")
+    ] = False,
+    seconds: Annotated[
+        float | None, typer.Argument(metavar="[SECONDS]", help="Of --watch [default: 1].")
+    ] = None,
 ) -> int:
     """Show rings, stages and slots. Exit code 0: ready, 3: not ready, 1: unreachable."""
     if keep is not None:
         _check_finite("keep", keep[1])
+    if seconds is not None and not watch:
+        raise ToolError(f"{seconds:g}: seconds are for --watch", code=USAGE)
+    if seconds is not None and not 0.1 <= seconds <= 3600:
+        raise ToolError(f"--watch {seconds:g}: 0.1 to 3600 seconds", code=USAGE)
     return _code(
         _command("status.run_status")(
             url=url,
@@ -250,8 +260,13 @@ def status(
             evict=evict,
             keep=keep,
             ring=ring,
+            watch_s=(1.0 if seconds is None else seconds) if watch else None,
         )
     )
+
+
+app.command()(prepare.doctor)
+app.command()(prepare.plan)
 
 
 @app.command()

@@ -39,6 +39,7 @@ class Readiness:
     ready: bool
     detail: str
     progress: float | None
+    body: Json = field(default_factory=dict)  # each ring's stages by name
 
     def __str__(self) -> str:
         share = "" if self.progress is None else f" {self.progress:.0%}"
@@ -47,18 +48,23 @@ class Readiness:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One event of a streamed reply; usage and kvring (ring, matched, …) come once, at the end."""
+    """One event of a streamed reply; usage and kvring (ring, matched, …) come once, at the end.
+
+    id: what Client.cancel wants; of the first one, which has nothing else.
+    """
 
     text: str
     finish_reason: str | None
     usage: Json | None
     kvring: Json | None
+    id: str | None = None
 
 
 @dataclass(slots=True)
 class Reply:
     """A reply as far as it has come. Times in seconds by this client's clock, from the request."""
 
+    id: str | None = None  # as soon as the server has taken the request
     text: str = ""
     pieces: int = 0
     finish_reason: str | None = None  # None: stopped before its end
@@ -72,6 +78,7 @@ class Reply:
         started = time.monotonic()
         try:
             for chunk in chunks:
+                self.id = chunk.id or self.id
                 if chunk.text:
                     if self.ttft_s is None:
                         self.ttft_s = time.monotonic() - started
@@ -89,6 +96,11 @@ class Reply:
     def tokens(self) -> int:
         """Generated tokens; of a stopped reply the pieces seen."""
         return integer(self.usage.get("completion_tokens")) or self.pieces
+
+    @property
+    def stopped(self) -> bool:
+        """It was ended by a cancel, or cut."""
+        return self.finish_reason is None or self.kvring.get("ended_by") == "cancelled"
 
     @property
     def prompt_tokens(self) -> int | None:
@@ -163,6 +175,7 @@ class Client:
             ready=answer.status_code == 200,
             detail=_detail(body),
             progress=_progress(body),
+            body=body,
         )
 
     def wait_ready(
@@ -188,16 +201,16 @@ class Client:
             show(state)
             time.sleep(POLL_S)
 
-    def get(self, path: str) -> Json:
+    def get(self, path: str, timeout_s: float = SILENCE_S) -> Json:
         """GET a JSON object."""
         with self._failures():
-            answer = self._http.get(path)
+            answer = self._http.get(path, timeout=httpx.Timeout(timeout_s, connect=CONNECT_S))
         return self._object(answer)
 
-    def text(self, path: str) -> str:
+    def text(self, path: str, timeout_s: float = SILENCE_S) -> str:
         """GET a page of plain text."""
         with self._failures():
-            answer = self._http.get(path)
+            answer = self._http.get(path, timeout=httpx.Timeout(timeout_s, connect=CONNECT_S))
         if answer.status_code != 200:
             raise _error(answer.status_code, _json(answer), answer.text)
         return answer.text
@@ -233,8 +246,15 @@ class Client:
             if answer.status_code != 200:
                 answer.read()
                 raise _error(answer.status_code, _json(answer), answer.text)
+            yield Chunk("", None, None, None, answer.headers.get("x-request-id"))
             for event in _events(answer.iter_lines()):
                 yield _chunk(event)
+
+    def cancel(self, reply_id: str, timeout_s: float) -> None:
+        """End a reply that is being streamed: its stream then ends with what the turn cost."""
+        with self._failures():
+            answer = self._http.post(f"/v1/cancel/{reply_id}", timeout=timeout_s)
+        self._object(answer)
 
     def _object(self, answer: httpx.Response) -> Json:
         body = _json(answer)

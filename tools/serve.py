@@ -98,6 +98,7 @@ async def _stage(
         recorder,
         config.emulate,
         trust,
+        device,
     )
     try:
         await run_stage(worker, incarnation, stop.asked)

@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from coord.help import pointed
-from tools.client import Client, Json, Readiness, integer, number
-from tools.terminal import paint
+from tools.client import Client, Json, Readiness, ServerError, integer, number
+from tools.errors import USAGE, ToolError
+from tools.terminal import (
+    Painter,
+    in_place,
+    laid_out,
+    paint,
+    painted,
+    printable,
+    region,
+    width,
+    wrapped,
+)
 
 NOT_READY = 3  # exit code: the server answers but has no ring to run a turn on
 BAR_CELLS = 24
@@ -21,7 +35,12 @@ STATE_STYLES = {
     "forming": "yellow",
     "probing": "yellow",
 }
-Painter = Callable[[str, str], str]  # (text, style) -> text
+PATIENCE_S = 5.0  # for an answer to one look of --watch
+NARROW = 80  # columns; with fewer, bars are short and addresses left out
+NARROW_BAR_CELLS = 8
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 
 def run_status(
@@ -33,10 +52,12 @@ def run_status(
     evict: int | None = None,
     keep: tuple[int, float] | None = None,
     ring: str | None = None,
+    watch_s: float | None = None,
 ) -> int:
     """Print the state of the server; 0 ready, 3 not ready, ToolError (exit 1) unreachable.
 
-    evict, keep: do that first. A refusal (409: a turn writes there) is a ToolError, too.
+    evict, keep: do that first. A refusal (409: a turn writes there) is a ToolError, too. watch_s:
+    look again and again, so many seconds apart, until Ctrl-C: 0.
     """
     with Client(url, api_key) as client:
         where = {} if ring is None else {"ring": ring}
@@ -44,18 +65,103 @@ def run_status(
             client.change("DELETE", f"/ring/slots/{evict}", where)
         if keep is not None:
             client.change("PUT", f"/ring/slots/{keep[0]}", where, {"keep_s": keep[1]})
-        readiness = client.ready()
-        body = client.get("/ring?preview=1" if preview else "/ring")
+        path = "/ring?preview=1" if preview else "/ring"
+        if watch_s is not None:
+            _watch(client, path, watch_s, as_json=as_json)
+            return 0
+        readiness, body = client.ready(), client.get(path)
     if as_json:
         print(json.dumps(body, indent=2, ensure_ascii=False))
     else:
-        print(
-            "\n".join(render(body, readiness, lambda text, style: paint(text, style, sys.stdout)))
-        )
+        lines = render(body, readiness, lambda text, style: paint(text, style, sys.stdout))
+        for line in lines:
+            breaks = in_place(sys.stdout) and not line.startswith("  ")
+            print("\n".join(wrapped(line, width(sys.stdout)) if breaks else [line]))
     return 0 if readiness.ready else NOT_READY
 
 
-def render(body: Json, readiness: Readiness, painter: Painter) -> list[str]:
+# ---- again and again ---------------------------------------------------------------------------
+
+
+def _watch(client: Client, path: str, every_s: float, *, as_json: bool) -> None:
+    """Look until Ctrl-C. A server that is away is waited for; one that refuses is a ToolError."""
+    try:
+        with _shown(as_json=as_json) as show:
+            while True:
+                try:
+                    show(client.ready(), client.get(path, PATIENCE_S), "")
+                except ServerError as error:
+                    if error.status < 500:  # the key is wrong, or it is another kind of server
+                        raise
+                    show(None, {}, error.told)
+                except ToolError as error:
+                    if error.code == USAGE:
+                        raise
+                    show(None, {}, error.told)
+                time.sleep(every_s)
+    except KeyboardInterrupt:
+        return
+
+
+Show = Callable[[Readiness | None, Json, str], None]  # None: away, and why
+
+
+@contextmanager
+def _shown(*, as_json: bool) -> Iterator[Show]:
+    """In place on a terminal; elsewhere one under the other, JSON a line each."""
+    if not as_json and in_place(sys.stdout):
+        with region(sys.stdout, leave=True) as draw:
+            yield _InPlace(draw)
+        return
+
+    away = ""
+
+    def show(readiness: Readiness | None, body: Json, trouble: str) -> None:
+        nonlocal away
+        if trouble:
+            if trouble != away:
+                print(f"kvring: {printable(trouble)}", file=sys.stderr, flush=True)
+        elif as_json:
+            print(json.dumps(body, ensure_ascii=False), flush=True)
+        elif readiness is not None:
+            lines = render(body, readiness, lambda text, _: text)
+            print("\n".join([*lines, ""]), flush=True)
+        away = trouble
+
+    yield show
+
+
+class _InPlace:
+    """The last that the server said; while it is away dimmed, below the reason."""
+
+    def __init__(self, draw: Callable[[RenderableType], None]) -> None:
+        self._draw = draw
+        self._readiness = Readiness(ready=False, detail="", progress=None)
+        self._body: Json = {}
+        self._heard_at: float | None = None
+
+    def __call__(self, readiness: Readiness | None, body: Json, trouble: str) -> None:
+        """Draw it."""
+        columns, now = width(sys.stdout), time.monotonic()
+        narrow = columns < NARROW
+        if readiness is not None:
+            self._readiness, self._body, self._heard_at = readiness, body, now
+            lines = render(body, readiness, painted, narrow=narrow)
+        else:
+            lines = [painted(printable(trouble), "red")]
+            if self._heard_at is not None:
+                lines.append(f"waiting for it; {_duration(now - self._heard_at)} ago it said:")
+                last = render(self._body, self._readiness, lambda text, _: text, narrow=narrow)
+                lines += ["", *(painted(line, "dim") for line in last)]
+        self._draw(laid_out(lines, columns))
+
+
+# ---- as text -----------------------------------------------------------------------------------
+
+
+def render(
+    body: Json, readiness: Readiness, painter: Painter, *, narrow: bool = False
+) -> list[str]:
     """The lines of text; whatever the server leaves out is shown as "-"."""
     turns = _object(body.get("turns"))
     state = painter("ready", "green") if readiness.ready else painter("not ready", "yellow")
@@ -71,11 +177,11 @@ def render(body: Json, readiness: Readiness, painter: Painter) -> list[str]:
     if not readiness.ready:
         lines.append(painter(f"  {pointed(str(readiness))}", "yellow"))
     for ring in _objects(body.get("rings")):
-        lines += ["", *_ring(ring, painter)]
+        lines += ["", *_ring(ring, painter, narrow=narrow)]
     return lines
 
 
-def _ring(ring: Json, painter: Painter) -> list[str]:
+def _ring(ring: Json, painter: Painter, *, narrow: bool) -> list[str]:
     frames = f"{_count(ring.get('frames_in_flight'))}/{_count(ring.get('window_frames'))}"
     parts = [
         f"ring {_text(ring.get('name'))}",
@@ -93,11 +199,14 @@ def _ring(ring: Json, painter: Painter) -> list[str]:
     stages = _objects(ring.get("stages"))
     if stages:
         header = ["stage", "layers", "state", "pid", "memory", "busy", "heard", "address"]
-        lines += _table(header, [_stage(stage) for stage in stages], stages, painter)
+        columns = len(header) - narrow  # without the address
+        told = [_stage(stage)[:columns] for stage in stages]
+        lines += _table(header[:columns], told, stages, painter)
     slots = _objects(ring.get("slots"))
     if slots:
+        cells = NARROW_BAR_CELLS if narrow else BAR_CELLS
         header = ["slot", "resident", "", "turn", "idle", "kept", "session"]
-        lines += _table(header, [_slot(slot) for slot in slots], slots, painter)
+        lines += _table(header, [_slot(slot, cells) for slot in slots], slots, painter)
     lines += _parked(ring, painter)
     evictions = _object(ring.get("evictions"))
     if evictions:
@@ -152,14 +261,14 @@ def _stage(stage: Json) -> list[str]:
     ]
 
 
-def _slot(slot: Json) -> list[str]:
+def _slot(slot: Json, cells: int) -> list[str]:
     resident, capacity = integer(slot.get("resident")) or 0, integer(slot.get("capacity")) or 0
     if slot.get("occupied") is True and "resident" not in slot:
         return [_text(slot.get("slot")), "another's", "", "-", "-", "-", "-"]
     kept_s = number(slot.get("kept_s"))
     return [
         _text(slot.get("slot")),
-        bar(resident, capacity),
+        bar(resident, capacity, cells),
         f"{resident:,}/{capacity:,}",
         _text(slot.get("turn")),
         _duration(slot.get("idle_s")) if resident else "-",
@@ -168,14 +277,14 @@ def _slot(slot: Json) -> list[str]:
     ]
 
 
-def bar(value: int, limit: int) -> str:
-    """A bar of BAR_CELLS cells; any resident token shows, and only a full slot looks full."""
+def bar(value: int, limit: int, cells: int = BAR_CELLS) -> str:
+    """A bar of so many cells; any resident token shows, and only a full slot looks full."""
     if limit <= 0:
-        return "·" * BAR_CELLS
-    cells = min(BAR_CELLS, value * BAR_CELLS // limit)
+        return "·" * cells
+    filled = min(cells, value * cells // limit)
     if value > 0:
-        cells = max(1, cells)
-    return "█" * cells + "·" * (BAR_CELLS - cells)
+        filled = max(1, filled)
+    return "█" * filled + "·" * (cells - filled)
 
 
 def _table(

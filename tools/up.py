@@ -22,10 +22,11 @@ from types import FrameType
 
 from tools.client import Client
 from tools.errors import USAGE, ToolError
+from tools.glance import glancing
+from tools.loading import loading, opening
 from tools.pull import resolve_model
 from tools.security import check_http
 from tools.serve import listen
-from tools.terminal import ProgressLine
 from transport.config import (
     OFF,
     TOY,
@@ -152,13 +153,14 @@ def run_up(**options: object) -> int:
     interrupts = _Interrupts()
     failed = True
     try:
-        config = _plan(wanted, folder)
+        with opening(wanted.model, sys.stderr):  # the libraries alone take seconds
+            config = _plan(wanted, folder)
         file = folder / "ring.toml"
         file.write_text(_checked(dumps(config), folder))
         _start(wanted, config, file, children, interrupts)
         _wait_ready(config, children)
         _greet(wanted, config)
-        _watch(children)
+        _watch(wanted, config, children)
     except _InterruptedError:
         failed = False
         return 0
@@ -314,25 +316,21 @@ def _fail_if_one_ended(children: list[Child]) -> None:
 
 def _wait_ready(config: Config, children: list[Child]) -> None:
     """Show each stage's progress until a token has been round the ring."""
-    line = ProgressLine(sys.stderr)
-    started = time.monotonic()
-    try:
-        with Client(f"http://{config.coordinator.http}") as client:
-            while True:
-                _fail_if_one_ended(children)
-                try:
-                    state = client.ready()
-                except ToolError:
-                    text = "starting the coordinator"
-                else:
-                    if state.ready:
-                        return
-                    text = state.detail
-                clock = f"[{time.monotonic() - started:4.1f} s] " if sys.stderr.isatty() else ""
-                line.show(clock + text)
-                time.sleep(POLL_S)
-    finally:
-        line.close()
+    with (
+        Client(f"http://{config.coordinator.http}") as client,
+        loading(config.rings, sys.stderr) as show,
+    ):
+        while True:
+            _fail_if_one_ended(children)
+            try:
+                state = client.ready()
+            except ToolError:
+                show(None)
+            else:
+                show(state)
+                if state.ready:
+                    return
+            time.sleep(POLL_S)
 
 
 def _greet(wanted: Options, config: Config) -> None:
@@ -364,10 +362,13 @@ def _greet(wanted: Options, config: Config) -> None:
     print("  kvring chat, kvring status; Ctrl-C ends it", flush=True)
 
 
-def _watch(children: list[Child]) -> None:
-    while True:
-        _fail_if_one_ended(children)
-        time.sleep(0.5)
+def _watch(wanted: Options, config: Config, children: list[Child]) -> None:
+    url = f"http://{config.coordinator.http}"
+    with Client(url, wanted.api_key) as client, glancing(client, sys.stderr) as look:
+        while True:
+            _fail_if_one_ended(children)
+            look()
+            time.sleep(0.5)
 
 
 def _stop(children: list[Child], interrupts: _Interrupts, drain_s: float) -> None:

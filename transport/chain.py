@@ -17,8 +17,8 @@ from struct import Struct, pack, unpack
 DIGEST_BYTES = 16
 TOKEN_BYTES = 4
 GALLOP_TOKENS = 16  # of the first compare; then twice as many, and so on
-_TOKEN = Struct("<I")
 _LENGTH = Struct("<Q")
+_EMPTY = blake2b(digest_size=DIGEST_BYTES)  # a copy takes two thirds of a new one's time
 
 
 def root_hash(fingerprint: bytes, salt: bytes) -> bytes:
@@ -26,11 +26,8 @@ def root_hash(fingerprint: bytes, salt: bytes) -> bytes:
 
     Both parts are length-prefixed: ("ab", "c") and ("a", "bc") are different roots.
     """
-    state = blake2b(digest_size=DIGEST_BYTES)
-    for part in (fingerprint, salt):
-        state.update(_LENGTH.pack(len(part)))
-        state.update(part)
-    return state.digest()
+    parts = (_LENGTH.pack(len(fingerprint)), fingerprint, _LENGTH.pack(len(salt)), salt)
+    return blake2b(b"".join(parts), digest_size=DIGEST_BYTES).digest()
 
 
 class Chain:
@@ -53,12 +50,16 @@ class Chain:
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Append token ids (each in [0, 2**32))."""
-        digest = self.hash_before(len(self))
+        digest, rows, digests = self.hash_before(len(self)), [], []
         for token in tokens:
-            packed = _TOKEN.pack(token)
-            digest = blake2b(digest + packed, digest_size=DIGEST_BYTES).digest()
-            self._tokens += packed
-            self._digests += digest
+            packed = token.to_bytes(TOKEN_BYTES, "little")
+            state = _EMPTY.copy()
+            state.update(digest + packed)
+            digest = state.digest()
+            rows.append(packed)
+            digests.append(digest)
+        self._tokens += b"".join(rows)
+        self._digests += b"".join(digests)
 
     def extend_from(self, other: Chain, end: int) -> None:
         """Append other's tokens [len(self), end) without hashing them again.

@@ -37,6 +37,10 @@ from transport.frame import (
     KeepSlot,
     Kind,
     LinkGap,
+    Look,
+    Machine,
+    Measure,
+    Measured,
     Ping,
     Refusal,
     Reject,
@@ -356,6 +360,12 @@ _ENTRY = _record(
     _SERIAL,
 )
 
+_TRIPS = _many(_pair(_NAME, _SERIAL), 0, MAX_STAGES)
+_MACHINE = _record(
+    Machine, _NAME, _NAME, _NAME, _TEXT, _PRINT, _pair(_COUNT, _COUNT), *[_SERIAL] * 16, _TRIPS
+)
+_MACHINES = _many(_MACHINE, 0, MAX_STAGES)
+
 _CODECS: dict[str, _Codec] = {
     cls.__name__: _record(cls, *codecs)
     for cls, codecs in {
@@ -392,6 +402,15 @@ _CODECS: dict[str, _Codec] = {
         ),
         Free: (_NAME, _EPOCH, _SERIAL, _COUNT),
         Ping: (_NAME, _EPOCH, _SERIAL),
+        Measure: (
+            _NAME,
+            _SERIAL,
+            _choice(Look),
+            _flag(),
+            _MACHINES,
+            _many(_SERIAL, 0, MAX_STAGES),
+            _optional(_tensor()),
+        ),
         Heartbeat: (
             _NAME,
             _NAME,
@@ -406,6 +425,7 @@ _CODECS: dict[str, _Codec] = {
         Cancel: (_SERIAL, _TEXT),
         Tick: (),
         Forwarded: (_EPOCH, _SERIAL, _optional(_tensor()), _RESULTS),
+        Measured: (_SERIAL, _flag(), _MACHINES),
         LinkGap: (_NAME, _SERIAL, _SERIAL),
         StageLost: (_NAME, _NAME, _TEXT),
         FreeSlot: (_NAME, _COUNT),

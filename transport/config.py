@@ -101,7 +101,8 @@ class Limits:
 class Stage:
     """One daemon. address: where others send its frames; bind: where it listens, if different.
 
-    layers: [first, last). public_key (Z85) and secret_key_file (absolute): of CURVE.
+    layers: [first, last). public_key (Z85) and secret_key_file (absolute): of CURVE. layer_ms: for
+    benches, what each layer takes at least.
     """
 
     name: str
@@ -112,6 +113,7 @@ class Stage:
     bind: str | None = None
     public_key: str | None = None
     secret_key_file: str | None = None
+    layer_ms: float = 0.0
 
     @property
     def listen(self) -> str:
@@ -359,8 +361,9 @@ def _stage(table: Table) -> Stage:
     bind = table.address("bind", listen=True) if "bind" in table.data else None
     table.take("bind", str, None)
     public, secret = table.keys()
+    layer_ms = table.seconds("layer_ms", 0, 60_000, 0.0, "")
     table.finish()
-    return Stage(name, address, (first, last), device, threads, bind, public, secret)
+    return Stage(name, address, (first, last), device, threads, bind, public, secret, layer_ms)
 
 
 def _unique(config: Config, top: Table) -> None:

@@ -10,6 +10,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
+from transport.machine import Look as Look
+from transport.machine import Machine as Machine
+from transport.quick import quick
+
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
@@ -24,6 +28,7 @@ class Kind(StrEnum):
     VERIFY = "verify"
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Tensor:
     """An opaque activation buffer: dtype name, shape, and its bytes (row-major).
@@ -88,6 +93,7 @@ class Sampling:
 GREEDY = Sampling()
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Segment:
     """Consecutive tokens of one turn, written to rows [start, start + len(tokens)) of one slot.
@@ -112,6 +118,7 @@ class Segment:
         return self.start + len(self.tokens)
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Timing:
     """One stage's share of one Run, in microseconds: waiting in the core, then computing."""
@@ -121,6 +128,7 @@ class Timing:
     forward_us: int
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Run:
     """The compute frame: segments in order, and the activations of all their tokens.
@@ -136,6 +144,7 @@ class Run:
     timings: tuple[Timing, ...] = ()
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Result:
     """The tail's answer for one segment: the next token after each wanted position.
@@ -153,6 +162,7 @@ class Result:
     top: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """tail -> coordinator: exactly one for each Run; a Result for each segment not refused."""
@@ -276,6 +286,23 @@ class Ping:
     seq: int
 
 
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """Goes round the ring in any epoch, and changes nothing that a turn could see.
+
+    wide: every stage connects to all others, not only to the one behind it. gaps_ns: between the
+    mark and the end of the bulk, as each stage received them.
+    """
+
+    ring: str
+    number: int
+    look: Look
+    wide: bool = False
+    machines: tuple[Machine, ...] = ()
+    gaps_ns: tuple[int, ...] = ()
+    payload: Tensor | None = None
+
+
 class StageState(StrEnum):
     """Life of a stage daemon."""
 
@@ -284,6 +311,7 @@ class StageState(StrEnum):
     FAILED = "failed"
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
     """stage -> coordinator, beside the ring: alive, and how far loading is (0..1)."""
@@ -334,6 +362,7 @@ class Tick:
     """The time that deadline() asked for has come."""
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Forwarded:
     """The compute thread -> stage core: the Forward of (epoch, seq) is done.
@@ -345,6 +374,15 @@ class Forwarded:
     seq: int
     payload: Tensor | None
     results: tuple[Result, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The compute thread -> stage core: that Measure's machines, and the stage's own."""
+
+    number: int
+    wide: bool
+    machines: tuple[Machine, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,12 +452,13 @@ class Drafted:
     tokens: tuple[int, ...]
 
 
-Wire: TypeAlias = Run | Verdict | Reject | RollCall | Copy | Free | Ping | Heartbeat
+Wire: TypeAlias = Run | Verdict | Reject | RollCall | Copy | Free | Ping | Measure | Heartbeat
 Local: TypeAlias = (
     Submit
     | Cancel
     | Tick
     | Forwarded
+    | Measured
     | LinkGap
     | StageLost
     | FreeSlot
@@ -430,6 +469,7 @@ Local: TypeAlias = (
 Frame: TypeAlias = Wire | Local
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Envelope:
     """Who sent a frame on a link, and the how-manieth of that sender's life it is (from 0)."""

@@ -185,7 +185,6 @@ class PullLink:
         self._timeout_ms = -1  # libzmq's word for no timeout, the socket's default
         self.envelope: Envelope | None = None  # of the frame that recv returned last
         self.header: Buffer | None = None  # of its message; None for a LinkGap
-        self._last: Buffer = b""  # the last message's header; its tensor is not kept
         deadline = time.monotonic() + BIND_PATIENCE_S
         try:
             while not bind(self._socket, address, last=time.monotonic() >= deadline):
@@ -213,13 +212,12 @@ class PullLink:
                     parts = self._parts()
                 except zmq.Again:
                     return None
-                self._last = parts[0]
                 self._ready.extend(self._inbox.take(parts))
                 if self._ready:
                     break
                 self._wait_at_most(deadline - time.monotonic())
         frame, self.envelope = self._ready.popleft()
-        self.header = None if isinstance(frame, LinkGap) else self._last
+        self.header = None if isinstance(frame, LinkGap) else self._inbox.header
         return frame
 
     def _wait_at_most(self, timeout_s: float) -> None:

@@ -34,6 +34,9 @@ class Arrival(Enum):
     STALE = auto()  # from an incarnation that a newer one has replaced
 
 
+NEXT, GAP, DUPLICATE, STALE = Arrival  # found sooner than on the class: each message asks
+
+
 @dataclass(slots=True)
 class _Sender:
     incarnation: int
@@ -71,16 +74,16 @@ class Numbering:
         if envelope.incarnation != sender.incarnation:
             if envelope.incarnation in sender.retired:
                 if not _lives(sender, envelope):
-                    return Arrival.STALE, sender.expected
+                    return STALE, sender.expected
                 sender.retired.remove(envelope.incarnation)
             sender.retired = [*sender.retired[1 - MAX_RETIRED :], sender.incarnation]
             sender.incarnation, sender.expected = envelope.incarnation, 0
         sender.voice = 0, 0, 0
         expected = sender.expected
         if envelope.number < expected:
-            return Arrival.DUPLICATE, expected
+            return DUPLICATE, expected
         sender.expected = envelope.number + 1
-        return (Arrival.NEXT if envelope.number == expected else Arrival.GAP), expected
+        return (NEXT if envelope.number == expected else GAP), expected
 
 
 def _lives(sender: _Sender, envelope: Envelope) -> bool:
@@ -118,16 +121,19 @@ class Inbox:
     def __init__(self, link: str, on_drop: OnDrop | None) -> None:
         self.link = link
         self.counts = LinkCounts()
+        self.header: Buffer = b""  # of the last message, put together again; its tensor is not kept
         self._numbering = Numbering()
         self._on_drop = on_drop
 
     def take(self, parts: Sequence[Buffer]) -> list[tuple[Frame, Envelope]]:
         """The frames that one message delivers, in order: none, it, or a LinkGap and it."""
         try:
-            frame, envelope = decode(join(parts))
+            parts = join(parts)
+            frame, envelope = decode(parts)
         except FrameError as error:
             self.counts.undecodable += 1
             return self._drop(str(error))
+        self.header = parts[0]
         return self.arrived(frame, envelope)
 
     def arrived(self, frame: Frame, envelope: Envelope) -> list[tuple[Frame, Envelope]]:
@@ -137,14 +143,14 @@ class Inbox:
             counts.local += 1
             return self._drop(f"{envelope}: a {type(frame).__name__}, which crosses no link")
         arrival, expected = self._numbering.place(envelope)
-        if arrival is Arrival.DUPLICATE:
+        if arrival is DUPLICATE:
             counts.duplicates += 1
             return self._drop(f"{envelope}: a duplicate, {expected} was expected")
-        if arrival is Arrival.STALE:
+        if arrival is STALE:
             counts.stale += 1
             return self._drop(f"{envelope}: left over from an earlier life of its sender")
         counts.frames += 1
-        if arrival is Arrival.NEXT:
+        if arrival is NEXT:
             return [(frame, envelope)]
         counts.gaps += 1
         counts.lost += envelope.number - expected

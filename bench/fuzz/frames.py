@@ -25,6 +25,9 @@ from transport.frame import (
     KeepSlot,
     Kind,
     LinkGap,
+    Look,
+    Machine,
+    Measure,
     Ping,
     Refusal,
     Reject,
@@ -74,7 +77,7 @@ class Maker:
         self.hints = hints
         self._kinds: tuple[Callable[[], Frame], ...] = (
             self.run, self.run, self.verdict, self.verdict, self.reject, self.roll_call, self.copy,
-            self.free, self.ping, self.heartbeat, self.local,
+            self.free, self.ping, self.measure, self.heartbeat, self.local,
         )  # fmt: skip
 
     def frame(self) -> Frame:
@@ -291,6 +294,25 @@ class Maker:
 
     def ping(self) -> Frame:
         return Ping(self.ring(), self.epoch(), self.near(self.hints.seq))
+
+    def machine(self) -> Machine:
+        r, hints = self.random, self.hints
+        n = [min(r.choice(EDGES), U63) for _ in range(16)]
+        trips = tuple([(self.name(), r.choice(EDGES[:-1])) for _ in range(r.randrange(3))])
+        return Machine(
+            self.name(), self.name(), "cpu", r.choice(TEXTS), hints.fingerprint,
+            (0, self.near(2, U31)), n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8], n[9],
+            n[10], n[11], n[12], n[13], n[14], n[15], trips,
+        )  # fmt: skip
+
+    def measure(self) -> Frame:
+        r = self.random
+        count = r.randrange(4) if r.random() < 0.98 else 256
+        look, wide = r.choice(tuple(Look)), r.random() < 0.5
+        machines = tuple([self.machine() for _ in range(count)]) if r.random() < 0.5 else ()
+        gaps = tuple([r.randrange(10**9) for _ in range(count)])
+        payload = self.tensor(r.randrange(9)) if r.random() < 0.5 else None
+        return Measure(self.ring(), self.near(1), look, wide, machines, gaps, payload)
 
     def heartbeat(self) -> Frame:
         r = self.random

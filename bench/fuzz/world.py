@@ -21,7 +21,7 @@ from coord.scheduler import Scheduler
 from pipeline.forward import perform_forward
 from pipeline.model import ToyModel
 from pipeline.stage import Action as StageAction
-from pipeline.stage import CopyRows, DropRows, Forward, Stage
+from pipeline.stage import CopyRows, DropRows, Forward, Stage, Survey
 from transport.chain import Chain, root_hash
 from transport.config import Limits
 from transport.config import Ring as RingSpec
@@ -31,6 +31,7 @@ from transport.frame import (
     Frame,
     Heartbeat,
     Kind,
+    Measured,
     Run,
     Segment,
     StageState,
@@ -247,6 +248,11 @@ class World:
                 case DropRows():
                     self._held[index].pop(action.parked, None)
                     model.drop(action.parked)
+                case Survey():
+                    asked = action.asked
+                    found = Measured(asked.number, asked.wide, asked.machines)
+                    actions += stage.handle(found, self.now)
+                    self.counts["surveys"] += 1
                 case _:
                     self._send(self._outboxes[index + 1], index + 1, action.frame)
         stage.check()

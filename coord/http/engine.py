@@ -76,6 +76,13 @@ class Engine(Protocol):
         TurnError: 404 no such ring or slot, 409 when no other slot would be left to give up.
         """
 
+    async def measure(self, ring: str, *, wide: bool) -> dict[str, object]:
+        """POST /ring/measure, JSON-able: what each machine says of itself, and every link.
+
+        wide: links of stages that are no neighbours, too. TurnError: 404 no such ring, 409 while
+        turns run or it is measured already, 503 where the frame does not come round.
+        """
+
     def ready(self) -> tuple[bool, str]:
         """(True, "") or (False, what is missing, in words)."""
 

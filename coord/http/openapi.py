@@ -96,6 +96,12 @@ _RING = {
     "description": "Whose slot, where there are several rings.",
     "schema": {"type": "string"},
 }
+_WIDE = {
+    "name": "wide",
+    "in": "query",
+    "description": "1: every pair of stages, not only neighbours.",
+    "schema": {"type": "string"},
+}
 
 
 def _path(name: str, text: str) -> dict[str, Any]:
@@ -181,6 +187,10 @@ def _of_ring() -> dict[str, Any]:
     rings = _object(rings="Each ring's stages, slots, parked prefixes and figures; docs/api.md.")
     evicted = _object(evicted="Rows that were given up.")
     kept = _object(keep_s="For how long.")
+    measured = _object(
+        stages="Each machine's devices, memory, clock, and forward times.",
+        links="Round trip and bandwidth from one process to the next.",
+    )
     return {
         "/health": {"get": _operation("this process answers", status, keyless=True)},
         "/ready": {"get": ready},
@@ -189,6 +199,18 @@ def _of_ring() -> dict[str, Any]:
         "/ring/events": {
             "get": _operation(
                 "what GET /ring says, as it changes", text, 503, kind="text/event-stream"
+            )
+        },
+        "/ring/measure": {
+            "post": _operation(
+                "measure machines and links",
+                measured,
+                400,
+                403,
+                404,
+                409,
+                503,
+                parameters=(_RING, _WIDE),
             )
         },
         "/": {"get": _operation("the page", text, kind="text/html", keyless=True)},

@@ -65,6 +65,20 @@ class RingApi:
             shown["preview"] = text[:_PREVIEW_CHARS]
         return shown
 
+    async def measure(self, request: Request) -> Response:
+        """POST /ring/measure: machines and links; turns that come meanwhile wait."""
+        caller: Caller = request.state.caller
+        if not caller.admin:
+            raise TurnError(403, "not_an_admin", "/ring/measure is for API keys marked admin")
+        query = request.query_params
+        rings = [ring["name"] for ring in self._engine.describe()["rings"]]
+        name = query.get("ring") or (rings[0] if len(rings) == 1 else None)
+        if name is None:
+            text = f"say which ring ({', '.join(rings)})"
+            raise TurnError(400, "missing_parameter", text, "ring")
+        wide = query.get("wide") in ("1", "true")
+        return JSONResponse(await self._engine.measure(name, wide=wide))
+
     async def evict(self, request: Request, number: str) -> Response:
         """DELETE /ring/slots/{slot}: give it up now."""
         slot = _slot(number)

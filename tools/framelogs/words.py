@@ -22,6 +22,7 @@ from transport.frame import (
     Heartbeat,
     KeepSlot,
     LinkGap,
+    Measure,
     Ping,
     Reject,
     Remembered,
@@ -117,6 +118,10 @@ def essentials(frame: Frame, tokens: bool) -> str:
             return f"{_at(frame)} slot {frame.slot}"
         case Ping():
             return _at(frame)
+        case Measure():
+            found = [f"{each.name}:{each.decode_ns / 1e6:.2f}ms" for each in frame.machines]
+            gaps = [f"{gap / 1e6:.2f}ms" for gap in frame.gaps_ns]
+            return _join(f"{frame.number} {frame.look}", *found, *gaps, _tensor(frame.payload))
         case Heartbeat():
             loading = "" if frame.progress >= 1 else f" {frame.progress:.0%}"
             return f"{frame.stage} {frame.state}{loading} {frame.detail}".rstrip()

@@ -56,6 +56,17 @@ def violated(name: str, detail: object) -> NoReturn:
     raise ViolationError(name, str(detail))
 
 
+class Named:
+    """A text under one salt, sent by the coordinator; and those one token longer."""
+
+    __slots__ = ("after", "digest", "text")
+
+    def __init__(self, digest: bytes, text: Text) -> None:
+        self.digest = digest
+        self.text = text
+        self.after: dict[int, Named] = {}
+
+
 @dataclass(slots=True)
 class Told:
     """One turn as its client sees it, beside what it should see."""
@@ -88,7 +99,7 @@ class Checks:
         entries = script.entries
         self._damaged = any(isinstance(entry, Damage) for entry in entries)
         self._disturbed = any(isinstance(entry, DISTURBING) for entry in entries)
-        self._names: dict[bytes, Text] = {}  # hash of a salted prefix -> what it is the hash of
+        self._names: dict[bytes, Named] = {}  # hash of a salted prefix -> what it is the hash of
         self._roots: dict[bytes, bytes] = {}
         self._said: dict[bytes, set[Text]] = {}  # under each root, every prefix of a reply
         self.turns: dict[int, Told] = {}  # of the present coordinator
@@ -138,10 +149,10 @@ class Checks:
         if action.matched and not submit.reuse and not action.resumed:
             violated("reuse off", action)
         if action.matched:
-            digest = self._root(submit.salt)
+            named: Named | None = self._names[self._root(submit.salt)]
             for token in known[: action.matched]:
-                digest = _extend(digest, token)
-            if digest not in self._names:
+                named = named.after.get(token) if named is not None else None
+            if named is None:
                 violated("salt", f"{action}: its tenant never sent these rows")
 
     def _tokens(self, told: Told, action: Tokens) -> None:
@@ -209,7 +220,7 @@ class Checks:
             lengths = [len(part).to_bytes(8, "little") for part in (TOY_FINGERPRINT, salt)]
             data = lengths[0] + TOY_FINGERPRINT + lengths[1] + salt
             root = self._roots[salt] = blake2b(data, digest_size=16).digest()
-            self._names[root] = self._oracle.root
+            self._names[root] = Named(root, self._oracle.root)
         return root
 
     def sent(self, run: Run) -> None:
@@ -218,21 +229,24 @@ class Checks:
         for segment in run.segments:
             if not segment.start:
                 self._root(segment.salt)
-            text, digest = names.get(segment.parent_hash), segment.parent_hash
-            if text is None:
+            named = names.get(segment.parent_hash)
+            if named is None:
                 continue  # a lie, or a bug: no stage may run it
             for token in segment.tokens:
-                digest = _extend(digest, token)
-                text = text.after.get(token) or step(text, token)
-                names[digest] = text
+                longer = named.after.get(token)
+                if longer is None:
+                    digest = _extend(named.digest, token)
+                    longer = Named(digest, step(named.text, token))
+                    names[digest] = named.after[token] = longer
+                named = longer
 
     def reads(self, stage: StageProcess, run: Run) -> None:
         """A stage runs a frame: what is in its buffers is what each segment names."""
         for segment in run.segments:
-            text = self._names.get(segment.parent_hash)
-            if text is None:
+            named = self._names.get(segment.parent_hash)
+            if named is None:
                 violated("residency", f"{stage.name} runs {_brief(segment)} of an unknown prefix")
-            if segment.start and not self._holds(stage, segment.slot, segment.start, text):
+            if segment.start and not self._holds(stage, segment.slot, segment.start, named.text):
                 violated("residency", f"{stage.name} holds other rows before {_brief(segment)}")
 
     def _holds(self, stage: StageProcess, number: int, length: int, text: Text) -> bool:
@@ -240,8 +254,8 @@ class Checks:
         buffers = stage.model.buffers.get(number)
         if buffers is None:
             return False
-        pairs = zip(buffers, text.layers[first:last], strict=True)
-        return all(buffer.read(length) is wanted for buffer, wanted in pairs)
+        read = [buffer.read(length) for buffer in buffers]
+        return read == list(text.layers[first:last])
 
     # ---- the coordinator's claims ----
 

@@ -15,6 +15,7 @@ class Heap:
 
     def __init__(self) -> None:
         self.now = 0  # nanoseconds
+        self.happened = 0
         self._events: list[tuple[int, int, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
 
@@ -25,5 +26,6 @@ class Heap:
 
     def step(self) -> None:
         """The next event happens."""
+        self.happened += 1
         self.now, _, event, arguments = heappop(self._events)
         event(*arguments)

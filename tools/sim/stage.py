@@ -18,6 +18,7 @@ from transport.config import Ring
 from transport.frame import Envelope, Frame, Heartbeat, Refusal, Reject, RollCall, StageState
 from transport.framelog import Direction
 
+IN, OUT, LOCAL = Direction.IN, Direction.OUT, Direction.LOCAL
 BEATS_S = {StageState.LOADING: LOADING_BEAT_S}  # else limits.heartbeat_s
 
 
@@ -133,17 +134,13 @@ class StageProcess(Receiver):
         waits = max(self.paused_until, self.stalled_until) > self.heap.now
         return waits or (self._forwarding and not self.shape.eager)
 
-    def deliver(self, frame: Frame, envelope: Envelope) -> None:
-        """See Receiver."""
-        self._take(frame, Direction.IN, self.spec.listen, envelope)
-
-    def _take(
-        self, frame: Frame, direction: Direction, link: str, envelope: Envelope | None
-    ) -> None:
+    def deliver(self, frame: Frame, envelope: Envelope | None, direction: Direction = IN) -> None:
+        """See Receiver. Or the answer of its own compute thread."""
         now = self.heap.now
         if self._recording is not None:
+            link = self.spec.listen if direction is IN else self.spec.name
             self._recording.note(now, direction, link, frame, envelope)
-        judged = direction is Direction.IN and not self._forwarding
+        judged = direction is IN and not self._forwarding
         if isinstance(frame, RollCall):
             self.called = max(self.called, frame.epoch)
         actions = self.core.handle(frame, now / 1e9)
@@ -165,11 +162,7 @@ class StageProcess(Receiver):
                 if self._recording is not None:
                     link, frame = self.ring.next_address(self.spec), action.frame
                     now = self.heap.now
-                    self._recording.note(now, Direction.OUT, link, frame, envelope)
-            case CopyRows():
-                self.model.copy(action.source, action.target, action.length)
-            case DropRows():
-                self.model.drop(action.parked)
+                    self._recording.note(now, OUT, link, frame, envelope)
             case Forward():
                 rows = sum([len(segment.tokens) for segment in action.run.segments])
                 took_us = self.shape.frame_us + self.shape.row_us * rows
@@ -177,6 +170,10 @@ class StageProcess(Receiver):
                 self._checks.reads(self, action.run)
                 due = self.heap.now + took_us * MICROSECOND
                 self.heap.at(due, self._forwarded, self.life, action)
+            case CopyRows():
+                self.model.copy(action.source, action.target, action.length)
+            case DropRows():
+                self.model.drop(action.parked)
 
     def _forwarded(self, life: int, action: Forward) -> None:
         if life != self.life:
@@ -186,5 +183,5 @@ class StageProcess(Receiver):
             self.heap.at(stopped, self._forwarded, life, action)
             return
         self._forwarding = False
-        self._take(perform_forward(self.model, action), Direction.LOCAL, self.spec.name, None)
+        self.deliver(perform_forward(self.model, action), None, LOCAL)
         self.serve()

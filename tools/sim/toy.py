@@ -36,18 +36,25 @@ class Layer:
 
     def __init__(self, number: int) -> None:
         self.root = Prefix(blake2b(digest_size=ROW_BYTES), b"")
-        self._tag = number.to_bytes(4, "little")
+        self._row = blake2b(number.to_bytes(4, "little"), digest_size=ROW_BYTES)
 
     def row(self, value: bytes) -> bytes:
         """The KV row of an input."""
         if value == UNWRITTEN:
             return bytes(ROW_BYTES)
-        return blake2b(self._tag + value, digest_size=ROW_BYTES).digest()
+        row = self._row.copy()  # cheaper than a new one
+        row.update(value)
+        return row.digest()
 
     def grow(self, prefix: Prefix, value: bytes) -> Prefix:
         """The prefix one row longer, where it is not there yet."""
         state = prefix.state.copy()
-        state.update(self.row(value))
+        if value:
+            row = self._row.copy()  # as in `row`: this is where a world's time goes
+            row.update(value)
+            state.update(row.digest())
+        else:
+            state.update(self.row(value))
         made = prefix.after[value] = Prefix(state, state.digest())
         return made
 
@@ -85,13 +92,11 @@ class Buffer:
         """Rows for these inputs from `start` on; the layer's outputs."""
         prefix, prefixes = self.read(start), self._prefixes
         del prefixes[start:]
-        out = []
         for value in values:
             prefix = prefix.after.get(value) or self.layer.grow(prefix, value)
             prefixes.append(prefix)
-            out.append(prefix.out)
-        self.rows[start : start + len(out)] = values
-        return out
+        self.rows[start : start + len(values)] = values
+        return [prefix.out for prefix in prefixes[start:]]
 
     def copy(self, source: Buffer, length: int) -> None:
         """Rows [0, length) become those of `source`."""

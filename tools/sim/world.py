@@ -7,6 +7,7 @@ all capacity must be there and a follow-up must find what its conversation left.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -67,7 +68,6 @@ class World:
         bases = max([entry.base for entry in says if isinstance(entry, Say)], default=0) + 1
         self.clients = Clients(self.heap, max(clients, bases), self.coordinator)
         self.faults = Faults(self.heap, self.coordinator, self.stages, self.clients)
-        self.events = 0
 
     def play(self) -> None:
         """From the first heartbeat to the last follow-up.
@@ -111,8 +111,7 @@ class World:
             else:
                 self.heap.at(due, self.faults.happen, entry)
             self.faults.ends = max(self.faults.ends, due)
-        while self.heap.now < self.faults.ends:
-            self._step()
+        self._until(lambda: self.heap.now >= self.faults.ends, math.inf, "the script ends")
 
     def _heal(self) -> None:
         """Faults are over: everything that was asked for must end, on rings that are ready."""
@@ -202,15 +201,11 @@ class World:
             frame = FreeSlot(name, number) if keep_s is None else KeepSlot(name, number, keep_s)
             self.coordinator.take(frame)
 
-    def _step(self) -> None:
-        self.events += 1
-        if self.events > MAX_EVENTS:
-            violated("liveness", f"{MAX_EVENTS} events, and the world does not come to rest")
-        self.heap.step()
-
     def _until(self, done: Callable[[], bool], bound_s: float, what: str) -> None:
-        end = self.heap.now + int(bound_s * SECOND)
+        heap, end = self.heap, self.heap.now + bound_s * SECOND
         while not done():
-            if self.heap.now > end:
+            if heap.now > end:
                 violated("liveness", f"not within {bound_s:.1f} s: {what}")
-            self._step()
+            if heap.happened >= MAX_EVENTS:
+                violated("liveness", f"{MAX_EVENTS} events, and the world does not come to rest")
+            heap.step()
