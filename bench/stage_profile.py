@@ -21,7 +21,8 @@ import torch
 
 from bench.random_model import SHAPES, RandomSource
 from pipeline.attention import Part, Plan, attention
-from pipeline.kernels import ROWS, Linear, padded, spans
+from pipeline.kernels import ROWS, padded, spans
+from pipeline.linears import Linear
 from pipeline.torch_model import DTYPES, TorchModel
 from pipeline.weights import Source, open_model
 from transport.frame import Kind, Segment
@@ -46,13 +47,13 @@ class Profile:
 
     def __init__(self, model: TorchModel, rows: int, context: int, want: int) -> None:
         self.model, self.rows, self.context, self.want = model, rows, context, want
-        modules = [each for layer in model._layers for each in layer.modules()]
+        modules = [each for _, layer in model._layers for each in layer.modules()]
         self.linears = [each for each in modules if isinstance(each, Linear)]
         dtype, device = model._dtype, model._device
         padding = padded(rows, ROWS) if model._kernels.exact else rows
         self.inputs: dict[int, torch.Tensor] = {}
         for linear in [*self.linears, model._head]:
-            width = int(linear.weight.shape[1])
+            width = linear.width
             self.inputs[width] = torch.randn(1, padding, width).to(device, dtype)
         heads, groups, size = model._heads, model._groups, model._size
         self.query = torch.randn(heads, padding, size).to(device, dtype)
@@ -69,9 +70,9 @@ class Profile:
     def products(self) -> None:
         """Every product of the layers, and the LM head for the wanted rows."""
         for linear in self.linears:
-            linear(self.inputs[int(linear.weight.shape[1])])
+            linear(self.inputs[linear.width])
         head = self.model._head
-        rows = self.inputs[int(head.weight.shape[1])]
+        rows = self.inputs[head.width]
         head(rows[:, : padded(self.want, ROWS)])
 
     @torch.inference_mode()
@@ -88,7 +89,9 @@ class Profile:
     @property
     def bytes(self) -> int:
         """Weights, and keys and values up to the last row."""
-        weights = sum(linear.weight.numel() for linear in [*self.linears, self.model._head])
+        with torch.inference_mode():
+            every = [*self.linears, self.model._head]
+            weights = sum(x.width * x(self.inputs[x.width]).shape[-1] for x in every)
         width = self.model._groups * self.model._size
         cached = 2 * len(self.model._caches) * (self.context + self.rows) * width
         return (weights + cached) * self.model._dtype.itemsize

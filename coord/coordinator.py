@@ -186,6 +186,13 @@ class Coordinator:
         self._recall()
         self._step(Tick())
 
+    def move(self, rings: Sequence[RingSpec]) -> None:
+        """The same rings with other addresses: the heads' are taken in."""
+        for ring in rings:
+            self.scheduler.rings[ring.name].spec = ring
+            if self._pushes[ring.name].address != ring.head.address:
+                self._pushes[ring.name].redirect(ring.head.address)
+
     def _recall(self) -> None:
         """Tell the core what an earlier coordinator wrote down."""
         count = 0

@@ -50,11 +50,12 @@ def attention(
     *,
     scaling: float,
     window: int | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Write the rows' keys and values to their slots, then attend sequence by sequence.
 
     query [heads, rows, head_dim], key and value [key heads, rows, head_dim]: any strides; returns
-    [rows, heads, head_dim], contiguous. Padding rows stay zero.
+    [rows, heads, head_dim], contiguous. sinks: of the heads. Padding rows stay zero.
     """
     keys, values = plan.caches[layer]
     out = query.new_zeros(query.shape[1], query.shape[0], query.shape[2])
@@ -71,7 +72,13 @@ def attention(
             low = part.at + span.start - part.start
             high = low + span.end - span.start
             found = attend(
-                query[:, low:high], slot_keys, slot_values, span, window=window, scaling=scaling
+                query[:, low:high],
+                slot_keys,
+                slot_values,
+                span,
+                window=window,
+                scaling=scaling,
+                sinks=sinks,
             )
             out[low:high] = found.transpose(0, 1)
     return out
@@ -87,11 +94,14 @@ def _of_the_library(
     plan: Plan,
     scaling: float,
     sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """As the library calls it: tensors of [1, heads, rows, size], giving [1, rows, heads, size]."""
     layer: int = module.layer_idx  # type: ignore[assignment]
-    out = attention(plan, layer, query[0], key[0], value[0], scaling=scaling, window=sliding_window)
+    out = attention(
+        plan, layer, query[0], key[0], value[0], scaling=scaling, window=sliding_window, sinks=s_aux
+    )
     return out[None], None
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.attention import ATTENTION, Part, Plan, attention
-from pipeline.kernels import KEYS, PLAIN, ROWS, Kernels, Linear, spans
+from pipeline.kernels import KEYS, PLAIN, ROWS, Kernels, in_vectors, spans
+from pipeline.linears import Linear
 
 TOLERANCE = 1e-5  # of the largest value, in float32: 12 roundings; a wrong detail is 1e-2 and more
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -74,6 +75,7 @@ class Fused(nn.Module):
         if hasattr(attn, "q_norm"):
             self.head_norms = _norm(attn.q_norm), _norm(attn.k_norm)
         self.act = mlp.act_fn
+        self.exact = kernels.exact
         self.qkv = _product(attn, ("q_proj", "k_proj", "v_proj"), kernels)
         self.out = _product(attn, ("o_proj",), kernels)
         self.gate_up = _product(mlp, ("gate_proj", "up_proj"), kernels)
@@ -104,7 +106,10 @@ class Fused(nn.Module):
         )
         hidden = self.out(found.view(1, rows, -1)).add_(hidden)
         both = self.gate_up(self.norm_2(hidden))
-        gated = self.act(both[..., : self.width]).mul_(both[..., self.width :])
+        gate = both[..., : self.width]
+        gated = (in_vectors(self.act, gate) if self.exact else self.act(gate)).mul_(
+            both[..., self.width :]
+        )
         down: Tensor = self.down(gated)
         return down.add_(hidden)
 
@@ -170,12 +175,13 @@ def suits(family: Any, config: Any) -> bool:
     tiny._attn_implementation = ATTENTION
     types = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
     firsts = {kind: index for index, kind in reversed(list(enumerate(types)))}
+    with torch.device("meta"):  # a mixture's experts are not tiny
+        if not all(_llama_like(family.layer(tiny, index)) for index in firsts.values()):
+            return False
     return all(_same(family.layer(tiny, index)) for index in firsts.values())
 
 
 def _same(layer: nn.Module) -> bool:
-    if not _llama_like(layer):
-        return False
     generator = torch.Generator().manual_seed(4)
     for value in layer.state_dict().values():  # norms and biases too: ones and zeros hide mistakes
         value.copy_(torch.randn(value.shape, generator=generator) * value.shape[-1] ** -0.5)

@@ -7,8 +7,7 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from struct import Struct
@@ -19,17 +18,10 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
-from pipeline.weights import (
-    EMBEDDING,
-    FINAL_NORM,
-    LM_HEAD,
-    Entry,
-    MappedFile,
-    ModelError,
-    Source,
-    make_config,
-    supported_family,
-)
+from pipeline.gguf_families import family_of, hf_name, own_values
+from pipeline.model import ModelError
+from pipeline.tensors import Entry, MappedFile
+from pipeline.weights import EMBEDDING, LM_HEAD, Source, make_config, supported_family
 
 Scalar: TypeAlias = int | float | bool | str
 
@@ -43,35 +35,20 @@ _SCALARS = {code: Struct("<" + letter) for code, letter in enumerate("BbHhIif?",
 _STRING, _ARRAY = 8, 9
 _MAX_DIMENSIONS = 4  # GGML_MAX_DIMS
 _DEFAULT_ALIGNMENT = 32
-_CHUNK_ELEMENTS = 4 << 20  # dequantised at once: 16 MB of float32, not a whole embedding's 113 MB
 
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_NAMES = {
-    "token_embd.weight": EMBEDDING,
-    "output_norm.weight": FINAL_NORM,
-    "output.weight": LM_HEAD,
-}
 _ROPE_DIVISORS = "rope_freqs.weight"  # llama 3.1's long-context rescaling, one per frequency
-_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_LONG_ROPES = {
+    "short_factor": "rope_factors_short.weight",
+    "long_factor": "rope_factors_long.weight",
+}
+_ROPES = ("linear", "yarn")
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
     """What a GGUF file says of itself. arrays: key -> length (their contents are skipped).
 
-    entries: by the file's own tensor names; each entry has its Hugging Face name.
+    entries: by the file's own tensor names.
     """
 
     metadata: dict[str, Scalar]
@@ -196,7 +173,7 @@ def _entry(file: MappedFile, name: str, kind: int, shape: tuple[int, ...], offse
             f"{file.path}: truncated GGUF: tensor {name} ends at byte {offset + size}, "
             f"the file at {len(file.data)}"
         )
-    return Entry(_hf_name(name), file, quantization.name, shape, offset, size)
+    return Entry(name, file, quantization.name, shape, offset, size)
 
 
 class GgufSource(Source):
@@ -208,16 +185,20 @@ class GgufSource(Source):
         self._metadata = header.metadata
         self.path = path
         self._architecture = header.metadata.get("general.architecture")
-        kind = supported_family(path, self._architecture)
-        entries = {entry.name: entry for entry in header.entries.values()}
+        experts = self._number("expert_count", 0)
+        kind = supported_family(path, family_of(self._architecture, experts))
+        entries = {}
+        for each in header.entries.values():
+            name = hf_name(kind.name, each.name)
+            entries[name] = replace(each, name=name)
         self._divisors = entries.pop(_ROPE_DIVISORS, None)
         if EMBEDDING not in entries:
             raise ModelError(f"{path}: tensor {EMBEDDING} is missing")
         tied = LM_HEAD not in entries
-        values = self._config_values(entries, tied)
+        values = self._config_values(kind.name, entries, tied)
         layers = values["num_hidden_layers"]
         config = make_config(kind, path, layers, lambda: kind.config(**values))
-        super().__init__(path, kind, config, entries, tied)
+        super().__init__(path, kind, config, entries, tied=tied)
 
     @property
     def rope_divisors(self) -> torch.Tensor | None:
@@ -235,8 +216,8 @@ class GgufSource(Source):
             raise ModelError(f"{self.path}: {full} is {what}")
         return value
 
-    def _config_values(self, entries: dict[str, Entry], tied: bool) -> dict[str, Any]:
-        if self._number("expert_count", 0):
+    def _config_values(self, family: str, entries: dict[str, Entry], tied: bool) -> dict[str, Any]:
+        if self._number("expert_count", 0) and family not in ("mixtral", "qwen3_moe", "gpt_oss"):
             raise ModelError(
                 f"{self.path}: family {self._architecture!r} with experts is not supported"
             )
@@ -244,66 +225,86 @@ class GgufSource(Source):
         if heads < 1:
             raise ModelError(f"{self.path}: {self._architecture}.attention.head_count is {heads}")
         head_dim = self._number("attention.key_length", hidden // heads)
-        return {
+        layers = self._number("block_count")
+        values = {
             "vocab_size": entries[EMBEDDING].shape[0],
             "hidden_size": hidden,
             "intermediate_size": self._number("feed_forward_length"),
-            "num_hidden_layers": self._number("block_count"),
+            "num_hidden_layers": layers,
             "num_attention_heads": heads,
             "num_key_value_heads": self._number("attention.head_count_kv", heads),
             "head_dim": head_dim,
             "rms_norm_eps": self._number("attention.layer_norm_rms_epsilon"),
             "max_position_embeddings": self._number("context_length"),
-            "rope_parameters": self._rope(head_dim),
+            "rope_parameters": self._rope(family, head_dim) | self._long_rope(entries),
             "attention_bias": "model.layers.0.self_attn.q_proj.bias" in entries,
             "tie_word_embeddings": tied,
             "sliding_window": None,
+            "pad_token_id": None,
         }
+        return values | own_values(family, self._number, layers, heads)
 
-    def _rope(self, head_dim: float) -> dict[str, Any]:
+    def _rope(self, family: str, head_dim: float) -> dict[str, Any]:
         rotated = self._number("rope.dimension_count", head_dim)
-        if rotated != head_dim:
-            raise ModelError(f"{self.path}: rope over {rotated} of {head_dim} is not supported")
-        rope = {
+        rope: dict[str, Any] = {
             "rope_type": "default",
             "rope_theta": float(self._number("rope.freq_base", 10000.0)),
         }
+        if family == "phi3" and rotated != head_dim:
+            rope["partial_rotary_factor"] = rotated / head_dim
+        elif rotated != head_dim:
+            raise ModelError(f"{self.path}: rope over {rotated} of {head_dim} is not supported")
         scaling = self._metadata.get(f"{self._architecture}.rope.scaling.type", "none")
-        if scaling == "linear":
-            rope |= {"rope_type": "linear", "factor": float(self._number("rope.scaling.factor"))}
+        if scaling in _ROPES:
+            rope |= {"rope_type": scaling, "factor": float(self._number("rope.scaling.factor"))}
         elif scaling != "none":
             raise ModelError(f"{self.path}: rope scaling {scaling!r} is not supported")
+        if scaling == "yarn":
+            first = self._number("rope.scaling.original_context_length")
+            rope |= {"original_max_position_embeddings": first, "truncate": family != "gpt_oss"}
+        if family == "gemma3_text":  # llama.cpp scales its full layers only
+            local = float(self._number("rope.freq_base_swa", 10000.0))
+            near = {"rope_type": "default", "rope_theta": local}
+            return {"full_attention": rope, "sliding_attention": near}
         return rope
 
-    def _load(self, entry: Entry, dtype: torch.dtype) -> torch.Tensor:
+    def _long_rope(self, entries: dict[str, Entry]) -> dict[str, Any]:
+        """What phi3 needs beyond _rope where its context was lengthened."""
+        if not all(name in entries for name in _LONG_ROPES.values()):
+            return {}
+        factors = {
+            key: dequantize(self._bytes(entries[name]), GGMLQuantizationType[entries[name].dtype])
+            for key, name in _LONG_ROPES.items()
+        }
+        first = self._number("rope.scaling.original_context_length")
+        rope = {"rope_type": "longrope", "original_max_position_embeddings": first}
+        return rope | {key: each.reshape(-1).tolist() for key, each in factors.items()}
+
+    def _bytes(self, entry: Entry) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """As [rows, bytes of a row]."""
         rows = prod(entry.shape[:-1])
         raw = np.frombuffer(entry.file.data, np.uint8, entry.size, entry.offset)
-        raw = raw.reshape(rows, entry.size // rows)
-        kind = GGMLQuantizationType[entry.dtype]
-        tensor = torch.empty(rows, entry.shape[-1], dtype=dtype)
-        step = max(1, _CHUNK_ELEMENTS // entry.shape[-1])
-        for start in range(0, rows, step):
-            try:
-                part = dequantize(raw[start : start + step], kind)
-            except NotImplementedError:
-                raise ModelError(
-                    f"{self.path}: tensor {entry.name} has the unsupported type {entry.dtype}"
-                ) from None
-            tensor[start : start + step] = torch.from_numpy(part)
-        tensor = tensor.reshape(entry.shape)
+        return raw.reshape(rows, entry.size // rows)
+
+    def _rows(self, entry: Entry, start: int, into: torch.Tensor) -> None:
+        raw = self._bytes(entry)[start : start + len(into)]
+        try:
+            part = dequantize(raw, GGMLQuantizationType[entry.dtype])
+        except NotImplementedError:
+            raise ModelError(
+                f"{self.path}: tensor {entry.name} has the unsupported type {entry.dtype}"
+            ) from None
+        if self.family.name == "gemma3_text" and entry.name.endswith("norm.weight"):
+            part = part - 1  # the converter adds what the library's norm adds
+        into.copy_(torch.from_numpy(part))
+
+    def _finish(self, entry: Entry, tensor: torch.Tensor) -> torch.Tensor:
         if self._architecture == "llama":
             if ".q_proj." in entry.name:
                 return _unpermute(tensor, self.config.num_attention_heads)
             if ".k_proj." in entry.name:
                 return _unpermute(tensor, self.config.num_key_value_heads)
         return tensor
-
-
-def _hf_name(name: str) -> str:
-    match = _LAYER.fullmatch(name)
-    if match is not None and match[2] in _LAYER_NAMES:
-        return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}"
-    return _NAMES.get(name, name)
 
 
 def _unpermute(tensor: torch.Tensor, heads: int) -> torch.Tensor:

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipeline.model import ModelError, StageModel, ToyModel
-from transport.config import TOY, Config, Ring, Stage
+from transport.config import HUB, TOY, Config, Ring, Stage
+
+if TYPE_CHECKING:
+    from pipeline.weights import Source
 
 TOY_LAYERS = 6
 TOY_CONTEXT = 4096
 TOY_VOCABULARY = 256
+FETCHED = 0.5  # of the progress, where files are fetched first
 
 
 def load_model(
@@ -35,17 +40,19 @@ def load_model(
         )
     progress(0.0, "importing torch")
     from pipeline.torch_model import DTYPES, TorchModel
-    from pipeline.weights import open_model
 
     check_device(device)
-    progress(0.0, f"opening {Path(config.model.path).name}")
+    progress(0.0, f"opening {config.model.path}")
+    source, progress = _open(config.model.path, spec.layers, progress)
     try:
         return TorchModel(
-            open_model(config.model.path),
+            source,
             spec.layers,
             slots=limits.slots,
             capacity=limits.max_model_len,
             dtype=DTYPES[config.model.dtype],
+            weights=config.model.weights,
+            activations=config.model.activations,
             device=device,
             exact=config.model.exact,
             threads=spec.threads,
@@ -83,20 +90,63 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or any(each in str(error) for each in words)
 
 
+def _open(
+    path: str, layers: tuple[int, int], progress: Callable[[float, str], None]
+) -> tuple[Source, Callable[[float, str], None]]:
+    """The model, and where to report from here on: the second half, if its shards were fetched."""
+    from pipeline.weights import open_model
+
+    if not path.startswith(HUB):
+        return open_model(path), progress
+    from pipeline.hub import fetch, fetch_small, find
+    from pipeline.safetensors_dir import SafetensorsSource, shards_of
+
+    repository = find(path)
+    folder = fetch_small(repository)
+    wanted = shards_of(folder, layers)
+    fetch(repository, wanted, lambda share, what: progress(share * FETCHED, what))
+    source = SafetensorsSource(folder, revision=repository.commit, layers=layers)
+    return source, lambda share, what: progress(FETCHED + share * (1 - FETCHED), what)
+
+
 def describe_model(path: str) -> tuple[int, int]:
     """Layers and longest context (tokens) of a model; loads no weights. Raises ModelError."""
     if path == TOY:
         return TOY_LAYERS, TOY_CONTEXT
-    from pipeline.weights import open_model
-
-    source = open_model(path)
-    return source.layers_total, int(source.config.max_position_embeddings)
+    source = _described(path)
+    return source.layers_total, source.context
 
 
 def vocabulary_of(path: str) -> int:
     """How many token ids a model has; loads no weights. Raises ModelError."""
-    if path == TOY:
-        return TOY_VOCABULARY
+    return TOY_VOCABULARY if path == TOY else _described(path).vocabulary
+
+
+def _described(path: str) -> Source:
+    """A model whose weights nobody will read; of a hub's, only the small files are fetched."""
     from pipeline.weights import open_model
 
-    return open_model(path).vocabulary
+    if not path.startswith(HUB):
+        return open_model(path)
+    from pipeline.safetensors_dir import SafetensorsSource
+
+    folder = Path(text_path(path))
+    return SafetensorsSource(folder, revision=folder.name, layers=(0, 0))
+
+
+def text_path(path: str) -> str:
+    """Where a tokenizer reads a model's files; a hub's small ones are fetched. ModelError."""
+    if not path.startswith(HUB):
+        return path
+    from pipeline.hub import fetch_small, find
+
+    return str(fetch_small(find(path)))
+
+
+def pinned(path: str) -> str:
+    """A hub's model with the commit that its name means now, so that all stages have the same."""
+    if not path.startswith(HUB):
+        return path
+    from pipeline.hub import find
+
+    return find(path).path

@@ -1,12 +1,14 @@
 """Owns reading a Hugging Face directory: config.json and safetensors, one file or sharded.
 
 Only headers are read at opening; a tensor's bytes are copied from the mapped file when asked for.
+A directory whose shards are not all here serves the layers that it has the shards of.
 Format: https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
 
 import json
+import re
 from math import prod
 from pathlib import Path
 from struct import Struct
@@ -14,11 +16,13 @@ from typing import Any
 
 import torch
 
+from pipeline.families import Family
+from pipeline.model import ModelError
+from pipeline.tensors import Entry, MappedFile
 from pipeline.weights import (
+    EMBEDDING,
+    FINAL_NORM,
     LM_HEAD,
-    Entry,
-    MappedFile,
-    ModelError,
     Source,
     make_config,
     supported_family,
@@ -33,39 +37,106 @@ _DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+# How checkpoints call what the library's modules have under another name, in this order.
+_RENAMED = (
+    (re.compile(r"^(?:language_model\.model|model\.language_model)\."), "model."),
+    (re.compile(r"^language_model\.lm_head\."), "lm_head."),
+    (re.compile(r"\.block_sparse_moe\."), ".mlp."),
+    (re.compile(r"(\.experts\.\d+)\.w1\."), r"\1.gate_proj."),
+    (re.compile(r"(\.experts\.\d+)\.w3\."), r"\1.up_proj."),
+    (re.compile(r"(\.experts\.\d+)\.w2\."), r"\1.down_proj."),
+)
 
 
 class SafetensorsSource(Source):
-    """A Hugging Face directory; see Source."""
+    """A Hugging Face directory; see Source.
 
-    def __init__(self, path: Path) -> None:
-        values = _read_json(path / "config.json")
-        kind = supported_family(path, values.get("model_type"))
-        if "quantization_config" in values:
-            raise ModelError(f"{path}: a quantised checkpoint is not supported")
-        layers, file = values.get("num_hidden_layers"), path / "config.json"
-        config = make_config(kind, file, layers, lambda: kind.config.from_dict(values))
+    revision and layers: where only the shards of these layers are here.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        revision: str | None = None,
+        layers: tuple[int, int] | None = None,
+    ) -> None:
+        kind, config = read_config(path)
         entries: dict[str, Entry] = {}
-        for weights, names in _files(path).items():
+        for weights, names in _files(path, partly=revision is not None).items():
+            if revision is not None and not weights.exists():
+                continue
             found = read_header(MappedFile(weights))
             for name in found if names is None else names:
                 if name not in found:
                     raise ModelError(f"{weights}: tensor {name} is missing")
-                entries[name] = found[name]
+                entries[hf_name(name)] = found[name]
         tied = bool(config.tie_word_embeddings)
         if tied:  # some exports carry a copy; the config says which one counts
             entries.pop(LM_HEAD, None)
-        super().__init__(path, kind, config, entries, tied)
+        super().__init__(path, kind, config, entries, tied=tied, revision=revision, layers=layers)
 
-    def _load(self, entry: Entry, dtype: torch.dtype) -> torch.Tensor:
+    def _rows(self, entry: Entry, start: int, into: torch.Tensor) -> None:
+        width, dtype = into.shape[1], _DTYPES[entry.dtype]
         stored = torch.frombuffer(
             entry.file.data,
-            dtype=_DTYPES[entry.dtype],
-            count=prod(entry.shape),
-            offset=entry.offset,
+            dtype=dtype,
+            count=into.numel(),
+            offset=entry.offset + start * width * dtype.itemsize,
         )
-        return stored.reshape(entry.shape).to(dtype, copy=True)
+        into.copy_(stored.reshape(into.shape))
+
+
+def hf_name(name: str) -> str:
+    """A stored tensor's name as pipeline.tensors wants it."""
+    for pattern, other in _RENAMED:
+        name = pattern.sub(other, name)
+    return name
+
+
+def read_config(path: Path) -> tuple[Family, Any]:
+    """A directory's family and its transformers config; of a gemma3 with pictures, the text's."""
+    file = path / "config.json"
+    values = _read_json(file)
+    name = values.get("model_type")
+    text = values.get("text_config")
+    if name == "gemma3" and isinstance(text, dict):
+        values, name = text, "gemma3_text"
+    kind = supported_family(path, name)
+    if "quantization_config" in values:
+        raise ModelError(f"{path}: a quantised checkpoint is not supported")
+    layers = values.get("num_hidden_layers")
+    return kind, make_config(kind, file, layers, lambda: kind.config.from_dict(values))
+
+
+def shards_of(path: Path, layers: tuple[int, int]) -> list[str]:
+    """The files that hold the tensors of the block [first, last), head and tail included.
+
+    Told from the directory's config and index; ModelError for layers outside the model.
+    """
+    _, config = read_config(path)
+    (first, last), total = layers, int(config.num_hidden_layers)
+    if not 0 <= first < last <= total:
+        raise ModelError(f"{path}: no layers [{first}, {last}) in a model of {total}")
+    if not (path / INDEX).exists():
+        return [SINGLE]
+    wanted: dict[str, None] = {}
+    for stored, file in weight_map(path / INDEX).items():
+        name = hf_name(stored)
+        match = _LAYER.match(name)
+        if match is not None:
+            need = first <= int(match[1]) < last
+        elif name == EMBEDDING:
+            need = first == 0 or (last == total and bool(config.tie_word_embeddings))
+        else:
+            need = last == total and name in (FINAL_NORM, LM_HEAD)
+        if need:
+            wanted[file] = None
+    return list(wanted)
 
 
 def read_header(file: MappedFile) -> dict[str, Entry]:
@@ -100,24 +171,30 @@ def _entry(file: MappedFile, name: str, base: int, info: Any) -> Entry:
     return Entry(name, file, stored, shape, base + start, end - start)
 
 
-def _files(path: Path) -> dict[Path, list[str] | None]:
+def _files(path: Path, *, partly: bool) -> dict[Path, list[str] | None]:
     """Files of the checkpoint, each with the tensors the index puts there (None: all it has)."""
-    index = path / _INDEX
+    index = path / INDEX
     if not index.exists():
-        if not (path / _SINGLE).exists():
-            raise ModelError(f"{path}: neither {_SINGLE} nor {_INDEX} is there")
-        return {path / _SINGLE: None}
+        if not (path / SINGLE).exists() and not partly:
+            raise ModelError(f"{path}: neither {SINGLE} nor {INDEX} is there")
+        return {path / SINGLE: None}
     files: dict[Path, list[str] | None] = {}
-    weight_map = _read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise ModelError(f"{index}: no weight_map")
-    for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise ModelError(f"{index}: tensor {name} is in {file!r}, not a file beside the index")
+    for name, file in weight_map(index).items():
         names = files.setdefault(path / file, [])
         assert names is not None
         names.append(name)
     return files
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    """Which file beside the index each tensor is in."""
+    found = _read_json(index).get("weight_map")
+    if not isinstance(found, dict):
+        raise ModelError(f"{index}: no weight_map")
+    for name, file in found.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ModelError(f"{index}: tensor {name} is in {file!r}, not a file beside the index")
+    return found
 
 
 def _read_json(path: Path) -> dict[str, Any]:

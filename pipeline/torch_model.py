@@ -11,32 +11,32 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from hashlib import blake2b
-from typing import Any
 
-import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from pipeline.attention import ATTENTION, Part, Plan
-from pipeline.fused import Fused, products, suits
+from pipeline.experts import Experts
+from pipeline.fused import suits
 from pipeline.graphs import Steps, fits
-from pipeline.kernels import (
-    KEYS,
-    ROWS,
-    TILES,
-    Linear,
-    choose,
-    linear_exact,
-    linear_shapes,
-    padded,
-    replace_linears,
-    spans,
+from pipeline.heap import lean, zeros
+from pipeline.kernels import KEYS, ROWS, TILES, in_vectors, padded, spans
+from pipeline.layers import (
+    head_dim,
+    make_embedding,
+    make_layer,
+    make_norm,
+    rotary_kind,
+    rotary_tables,
+    work_of,
 )
+from pipeline.linears import Linear, check_weights
 from pipeline.model import ModelInfo, Output
+from pipeline.probe import choose, linear_exact
 from pipeline.rule import Choice, Tally, result
 from pipeline.sample import NOTHING, pick
 from pipeline.weights import EMBEDDING, FINAL_NORM, LM_HEAD, ModelError, Source
+from pipeline.wire import Wire
 from transport.frame import Result, Sampling, Segment, Tensor
 
 LOGIT_ROWS = 32  # rows projected at once: 32 x 49,152 x 4 bytes = 6 MB of logits, not 100 MB
@@ -47,9 +47,10 @@ class TorchModel:
     """Layers [first, last) of an opened model as a StageModel.
 
     source: see weights.open_model. slots and capacity: KV rows per slot, rounded up to a multiple
-    of 512. dtype: of weights, KV and activations. exact: see docs/exactness.md; info.kernel says
-    whether it is kept. threads: of torch, for the whole process; None leaves them. progress is
-    called with (share done in [0, 1], what is being done).
+    of 512. dtype: of weights, KV and activations; but weights "int8" or "int4" for those of the
+    layers' linears and experts, activations "fp8" for rows between stages. exact: see
+    docs/exactness.md; info.kernel says whether it is kept. threads: of torch, for the whole
+    process; None leaves them. progress is called with (share done in [0, 1], what is being done).
     """
 
     def __init__(
@@ -61,6 +62,8 @@ class TorchModel:
         capacity: int,
         dtype: torch.dtype = torch.bfloat16,
         device: str | torch.device = "cpu",
+        weights: str = "dtype",
+        activations: str = "dtype",
         exact: bool = True,
         threads: int | None = None,
         progress: Callable[[float, str], None] | None = None,
@@ -68,26 +71,30 @@ class TorchModel:
         source.names(layers)  # refuses a range outside the model
         if slots < 1 or capacity < 1:
             raise ModelError(f"{slots} slots of {capacity} rows: both must be positive")
+        if source.rope_limit is not None and capacity > source.rope_limit:
+            raise ModelError(
+                f"{source.path}: slots of {capacity} rows, but its rope type, longrope, "
+                f"serves {source.rope_limit}"
+            )
+        check_weights(weights, dtype, torch.device(device))
         if threads is not None:
             torch.set_num_threads(threads)
         self._report = progress or (lambda _share, _what: None)
         self._first, self._last = layers
         self._dtype, self._device = dtype, torch.device(device)
-        self._pinned = self._device.type == "cuda"
         self._slots, self._capacity = slots, padded(capacity, KEYS)
         self._config = copy.deepcopy(source.config)
         self._config._attn_implementation = ATTENTION
         self._heads = int(self._config.num_attention_heads)
         self._groups = int(self._config.num_key_value_heads)
-        self._size = _head_dim(self._config)
-        with torch.inference_mode():
+        self._size = head_dim(self._config)
+        self._fp8 = activations == "fp8"
+        self._wire = Wire(dtype, int(self._config.hidden_size), fp8=self._fp8)
+        with torch.inference_mode(), lean():
             self._report(0.0, "probing kernels")
-            heads = (self._heads, self._groups, self._size)
+            work = work_of(source.family, self._config)
             fused = suits(source.family, self._config)
-            with torch.device("meta"):
-                layer = source.family.layer(self._config, 0)
-            shapes = products(layer) if fused else linear_shapes(source.layer_shapes)
-            kernels = choose(shapes, heads, dtype, self._device, exact)
+            kernels = choose(work, dtype, self._device, exact=exact, weights=weights)
             self._kernels = replace(kernels, fused=fused)
             self._load(source)
             # Only there launching takes longer than running; the library's layers may wait inside.
@@ -116,21 +123,26 @@ class TorchModel:
             hidden = self._embed(segments, rows)
         else:
             assert payload is not None
-            hidden = self._received(payload, count, rows)
+            assert payload.shape[0] == count, (payload.shape, count)
+            hidden = self._sent(self._wire.unpack(payload, rows))
+        for experts in self._experts:
+            experts.rows = count
         if self._steps is not None and fits(plan, self._capacity):
             hidden = self._steps.run(plan.parts[0], hidden)
         else:
-            index = self._sent(torch.tensor(positions, pin_memory=self._pinned))
-            hidden = self._through(hidden, index, plan)
+            hidden = self._through(hidden, self._sent(torch.tensor(positions)), plan)
         if self._info.tail:
             return Output(None, self._results(segments, hidden[0], histories))
-        return Output(_to_wire(hidden[0, :count]))
+        return Output(self._wire.pack(hidden[0, :count]))
 
     def _through(self, hidden: torch.Tensor, positions: torch.Tensor, plan: Plan) -> torch.Tensor:
         """All layers over [1, rows, hidden]; positions: [rows]."""
-        rotary = (self._cos[positions][None], self._sin[positions][None])
-        for layer in self._layers:
-            hidden = layer(hidden, position_embeddings=rotary, plan=plan)
+        rotary = {
+            kind: (cos[positions][None], sin[positions][None])
+            for kind, (cos, sin) in self._rotary.items()
+        }
+        for kind, layer in self._layers:
+            hidden = layer(hidden, position_embeddings=rotary[kind], plan=plan)
         return hidden
 
     @torch.inference_mode()
@@ -159,24 +171,35 @@ class TorchModel:
         )
         self._weight_bytes = self._end_bytes = 0
         shape = (self._slots, self._groups, self._capacity, self._size)
-        self._layers: list[nn.Module] = []
+        self._layers: list[tuple[str, nn.Module]] = []  # with the rotary table that each takes
         self._caches: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         # host copies of keys and values [key heads, rows, head_dim], by parked number and layer
         self._parked: dict[int, dict[int, tuple[torch.Tensor, ...]]] = {}
         if first == 0:
-            self._embedding = self._read(source, EMBEDDING)
+            table = self._read(source, EMBEDDING)
+            self._embedding = make_embedding(source.family, self._config, table)
+        if last == source.layers_total:  # first: it is the largest, and packed it is here twice
+            norm = self._read(source, FINAL_NORM)
+            self._norm = make_norm(source.family, self._config, norm)
+            self._head = self._lm_head(source)
         for index in range(first, last):
-            self._layers.append(self._layer(source, index))
+            kind = rotary_kind(self._config, index)
+            self._layers.append((kind, self._layer(source, index)))
             # Zeroed, not empty: rows that were never written are masked, but must not be NaN.
             self._caches[index] = (
-                torch.zeros(shape, dtype=self._dtype, device=self._device),
-                torch.zeros(shape, dtype=self._dtype, device=self._device),
+                zeros(shape, self._dtype, self._device),
+                zeros(shape, self._dtype, self._device),
             )
-        if last == source.layers_total:
-            self._norm = self._module(source.family.norm, self._config)
-            self._norm.load_state_dict({"weight": self._read(source, FINAL_NORM)}, assign=True)
-            self._head = self._lm_head(source)
-        self._cos, self._sin = self._rotary_table(source)
+        modules = [module for _, layer in self._layers for module in layer.modules()]
+        self._experts = [module for module in modules if isinstance(module, Experts)]
+        self._rotary = rotary_tables(
+            source.family,
+            self._config,
+            source.rope_divisors,
+            self._capacity,
+            self._dtype,
+            self._device,
+        )
 
     def _make_steps(self) -> Steps:
         like = torch.empty(int(self._config.hidden_size), dtype=self._dtype, device=self._device)
@@ -193,25 +216,15 @@ class TorchModel:
         return tensor
 
     def _layer(self, source: Source, index: int) -> nn.Module:
-        with torch.device("meta"):
-            layer: nn.Module = source.family.layer(self._config, index)
         prefix = f"model.layers.{index}."
-        state = {name: self._read(source, prefix + name) for name in source.layer_shapes}
-        layer.load_state_dict(state, strict=True, assign=True)
-        del state
-        layer.eval().requires_grad_(False)
-        if self._kernels.fused:
-            return Fused(layer, self._kernels)
-        replace_linears(layer, self._kernels)
-        return layer
 
-    def _module(self, norm: Any, config: Any) -> nn.Module:
-        with torch.device("meta"):
-            made: nn.Module = norm(config.hidden_size, eps=config.rms_norm_eps)
-        return made.eval().requires_grad_(False)
+        def read(name: str) -> torch.Tensor:
+            return self._read(source, prefix + name)
+
+        return make_layer(source.family, self._config, index, read, self._kernels)
 
     def _lm_head(self, source: Source) -> Linear:
-        kernels = replace(self._kernels, linear_rows=LOGIT_ROWS)
+        kernels = replace(self._kernels, linear_rows=LOGIT_ROWS, weights="dtype")
         head = Linear(self._read(source, LM_HEAD), None, kernels)
         if kernels.exact:
             # Its own probe, on its own weights: logits are not cached, so the tile is no identity.
@@ -222,27 +235,11 @@ class TorchModel:
                 self._kernels = replace(self._kernels, exact=False, why_not="LM head")
         return head
 
-    def _rotary_table(self, source: Source) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of every position, [capacity, head_dim] in the block's dtype."""
-        rotary = source.family.rotary(self._config)
-        frequencies = rotary.inv_freq.float()
-        divisors = source.rope_divisors
-        if divisors is not None:
-            frequencies = frequencies / divisors
-        # The library's formula, but the functions in float64 by numpy: torch's threaded float32
-        # cos gave another table in 4 of 14 starts, and logits then differ by 1e-3.
-        angles = torch.arange(self._capacity).float()[:, None] * frequencies
-        exact = torch.cat((angles, angles), 1).double().numpy()
-        scale = float(rotary.attention_scaling)
-        cos, sin = (torch.from_numpy(f(exact) * scale).float() for f in (np.cos, np.sin))
-        return cos.to(self._device, self._dtype), sin.to(self._device, self._dtype)
-
     def _describe(self, source: Source) -> ModelInfo:
-        kernel = self._kernels.describe(self._dtype, self._device)
         identity = blake2b(source.fingerprint, digest_size=16)
         # Kernels are not part of it: rows live and die with the process that computed them, and a
         # stage that begins anew has every row behind it computed again.
-        identity.update(str(self._dtype).encode())
+        identity.update(f"{self._dtype} {self._kernels.weights} {self._fp8}".encode())
         return ModelInfo(
             (self._first, self._last),
             source.layers_total,
@@ -250,12 +247,16 @@ class TorchModel:
             self._slots,
             self._capacity,
             source.vocabulary,
-            kernel,
+            self._kernel(),
             2 * self._groups * self._size * self._dtype.itemsize * (self._last - self._first),
-            (str(self._dtype).removeprefix("torch."), int(self._config.hidden_size)),
+            self._wire.row,
             self._weight_bytes,
             self._end_bytes,
         )
+
+    def _kernel(self) -> str:
+        """What a stage's rows depend on beside the model, in words."""
+        return self._kernels.describe(self._dtype, self._device) + self._fp8 * "; fp8 activations"
 
     # ---- one forward -----------------------------------------------------------------------------
 
@@ -272,20 +273,13 @@ class TorchModel:
     def _embed(self, segments: Sequence[Segment], rows: int) -> torch.Tensor:
         ids = [token for segment in segments for token in segment.tokens]
         ids.extend([0] * (rows - len(ids)))
-        index = self._sent(torch.tensor(ids, pin_memory=self._pinned))
-        return F.embedding(index, self._embedding)[None]
-
-    def _received(self, payload: Tensor, count: int, rows: int) -> torch.Tensor:
-        """The payload as [1, rows, hidden]: one copy, which also makes the padding rows."""
-        hidden = int(self._config.hidden_size)
-        assert DTYPES.get(payload.dtype) == self._dtype, (payload.dtype, self._dtype)
-        assert payload.shape == (count, hidden), (payload.shape, count, hidden)
-        tensor = torch.zeros(1, rows, hidden, dtype=self._dtype, pin_memory=self._pinned)
-        _bytes(tensor)[: len(payload.data)] = payload.data
-        return self._sent(tensor)
+        embedded: torch.Tensor = self._embedding(self._sent(torch.tensor(ids)))
+        return embedded[None]
 
     def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
         """A host tensor on the device. From pinned memory the copy waits for nothing."""
+        if self._device.type == "cuda":
+            tensor = tensor.pin_memory()
         return tensor.to(self._device, non_blocking=True)
 
     def _results(
@@ -324,30 +318,10 @@ class TorchModel:
         count = len(rows)
         if self._kernels.exact:
             rows = rows + [rows[0]] * (padded(count, ROWS) - count)
-        index = self._sent(torch.tensor(rows, pin_memory=self._pinned))
-        logits: torch.Tensor = self._head(self._norm(hidden[index][None]))
+        chosen = hidden[self._sent(torch.tensor(rows))][None]
+        logits: torch.Tensor = self._head(self._norm(chosen))
+        cap = getattr(self._config, "final_logit_softcapping", None)
+        if cap is not None:  # as the library's whole models do behind their LM head
+            logits = in_vectors(torch.tanh, logits / cap) * cap
         # One wait for all rows; and only the host's argmax takes the first of equals.
         return logits[0, :count].float().cpu()
-
-
-def _to_wire(rows: torch.Tensor) -> Tensor:
-    """[tokens, hidden] as a frame's tensor, without a copy on CPU; the buffer keeps it alive."""
-    if rows.is_cuda:
-        pinned = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
-        pinned.copy_(rows, non_blocking=True)
-        torch.cuda.current_stream(rows.device).synchronize()  # the forward's only wait
-        rows = pinned
-    rows = rows.cpu().contiguous()
-    name = str(rows.dtype).removeprefix("torch.")
-    return Tensor(name, tuple(rows.shape), _bytes(rows))
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    """A contiguous CPU tensor's memory as one row of bytes (numpy has no bfloat16)."""
-    raw: Any = tensor.view(torch.uint8).numpy().reshape(-1)
-    return memoryview(raw)
-
-
-def _head_dim(config: Any) -> int:
-    size = getattr(config, "head_dim", None)
-    return int(size or config.hidden_size // config.num_attention_heads)

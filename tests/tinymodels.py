@@ -1,4 +1,7 @@
-"""Random tiny models of each family, as Hugging Face directories and GGUF files."""
+"""Random tiny models of each family, as Hugging Face directories and GGUF files.
+
+GGUF names are those of gguf's own mapping, values those of llama.cpp's convert_hf_to_gguf.py.
+"""
 
 import json
 from importlib import import_module
@@ -34,6 +37,17 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+LOCAL = {"rope_type": "default", "rope_theta": 100.0}
+FULL = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+FACTORS = [1.0 + 0.1 * i for i in range(6)]
+LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75} | {
+    "short_factor": FACTORS,
+    "long_factor": [4 * each for each in FACTORS],
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "truncate": False} | {
+    "original_max_position_embeddings": 64
+}
+EXPERTS = {"num_experts_per_tok": 3, "num_local_experts": 8}
 # Each case turns on what its family has of its own.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"tie_word_embeddings": True}),
@@ -41,18 +55,53 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": 24}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 3}),
+    "gemma3": (
+        "gemma3_text",
+        {"rope_parameters": {"full_attention": FULL, "sliding_attention": LOCAL}}
+        | {"sliding_window": 20, "sliding_window_pattern": 3, "query_pre_attn_scalar": 16}
+        | {"tie_word_embeddings": True, "final_logit_softcapping": 5.0},
+    ),
+    "phi3": ("phi3", {"hidden_size": 96, "sliding_window": 24}),
+    "phi3long": (
+        "phi3",
+        {"hidden_size": 96, "rope_parameters": LONG, "max_position_embeddings": 4096}
+        | {"original_max_position_embeddings": 1024},
+    ),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {"num_experts_per_tok": 3, "num_experts": 8, "moe_intermediate_size": 32}
+        | {"mlp_only_layers": [1], "norm_topk_prob": True},
+    ),
+    "mixtral": ("mixtral", {"sliding_window": 24, **EXPERTS}),
+    "gpt_oss": ("gpt_oss", {"rope_parameters": YARN, "sliding_window": 24, **EXPERTS}),
 }
 
 
-def reference(case: str) -> Any:
+# What a GGUF has no key for: with these, a file holds all of the model.
+GGUF_CASES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "qwen2": {},
+    "qwen3": {"use_sliding_window": False},
+    "gemma3": {},
+    "phi3": {},
+    "phi3long": {},
+    "qwen3_moe": {"mlp_only_layers": []},
+    "mixtral": {"sliding_window": None},
+    "gpt_oss": {},
+}
+
+
+def reference(case: str, changes: dict[str, Any] | None = None) -> Any:
     """The library's whole model of a case, float32, eager attention, random weights."""
     name, extra = CASES[case]
+    extra = extra | (changes or {})
     kind = family(name)
     config = kind.config(**{"tie_word_embeddings": False, **SIZES, **extra})
-    config._attn_implementation = "eager"
-    module = import_module(f"transformers.models.{name}.modeling_{name}")
+    config._attn_implementation = config._experts_implementation = "eager"
+    module = import_module(kind.layer.__module__)
     torch.manual_seed(7)
-    model = getattr(module, kind.config.__name__.removesuffix("Config") + "ForCausalLM")(config)
+    model = getattr(module, kind.layer.__name__.replace("DecoderLayer", "ForCausalLM"))(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:  # norms and biases: the default ones and zeros hide mistakes
@@ -78,38 +127,109 @@ def write_directory(path: Path, model: Any, state: dict[str, torch.Tensor] | Non
     return path
 
 
-_GGUF_NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-_GGUF_TOP = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-
-
-def _gguf_name(name: str) -> str:
-    if name in _GGUF_TOP:
-        return _GGUF_TOP[name]
-    _, _, layer, rest = name.split(".", 3)
-    stem, _, suffix = rest.rpartition(".")
-    return f"blk.{layer}.{_GGUF_NAMES[stem]}.{suffix}"
+def published(model: Any) -> dict[str, torch.Tensor]:
+    """The tensors as the hub has them: of qwen3_moe and mixtral, each expert by itself."""
+    found: dict[str, torch.Tensor] = {}
+    mixtral = model.config.model_type == "mixtral"
+    for name, value in tensors(model).items():
+        name = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name  # noqa: PLW2901
+        stem, _, which = name.rpartition(".")
+        if value.dim() < 3 or model.config.model_type == "gpt_oss":
+            found[name] = value
+            continue
+        for number, expert in enumerate(value):
+            parts = {"w2" if mixtral else "down_proj": expert}
+            if which == "gate_up_proj":
+                names = ("w1", "w3") if mixtral else ("gate_proj", "up_proj")
+                parts = dict(zip(names, expert.chunk(2), strict=True))
+            found |= {f"{stem}.{number}.{n}.weight": part.clone() for n, part in parts.items()}
+    return found
 
 
 def _permute(value: torch.Tensor, heads: Any) -> torch.Tensor:
     """llama.cpp's order of a llama's Q and K rows."""
     halves = value.reshape(heads, 2, value.shape[0] // heads // 2, *value.shape[1:])
     return halves.transpose(1, 2).reshape(value.shape)
+
+
+_ARCHITECTURES = {
+    "mistral": "llama",
+    "mixtral": "llama",
+    "gemma3_text": "gemma3",
+    "qwen3_moe": "qwen3moe",
+    "gpt_oss": "gpt-oss",
+}
+
+
+def _integers(config: Any) -> dict[str, int]:
+    found = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim,
+    }
+    if getattr(config, "num_experts", 0):
+        found |= {"expert_count": config.num_experts}
+        found |= {"expert_used_count": config.num_experts_per_tok}
+    if config.model_type == "qwen3_moe":
+        found |= {"expert_feed_forward_length": config.moe_intermediate_size}
+    if config.model_type in ("gemma3_text", "phi3", "gpt_oss") and config.sliding_window:
+        found |= {"attention.sliding_window": config.sliding_window}
+    if config.model_type == "phi3":
+        found["rope.dimension_count"] = int(
+            config.head_dim * config.rope_parameters["partial_rotary_factor"]
+        )
+    return found
+
+
+def _values(config: Any) -> dict[str, Any]:
+    rope = config.rope_parameters
+    found: dict[str, Any] = {"attention.layer_norm_rms_epsilon": config.rms_norm_eps}
+    if config.model_type == "gemma3_text":
+        found |= {"rope.freq_base_swa": rope["sliding_attention"]["rope_theta"]}
+        found |= {"final_logit_softcapping": config.final_logit_softcapping}
+        found |= {"attention.sliding_window_pattern": 3}
+        rope = rope["full_attention"]
+    found["rope.freq_base"] = rope["rope_theta"]
+    if rope["rope_type"] in ("linear", "yarn"):
+        found |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": rope["factor"]}
+    first = rope.get("original_max_position_embeddings")
+    return found if first is None else found | {"rope.scaling.original_context_length": first}
+
+
+def _stored(model: Any) -> dict[str, torch.Tensor]:
+    """The tensors as GGUF has them, under Hugging Face names that gguf's mapping knows."""
+    kind, found = model.config.model_type, {}
+    for name, value in tensors(model).items():
+        heads = {".q_proj.": "num_attention_heads", ".k_proj.": "num_key_value_heads"}
+        count = next((key for part, key in heads.items() if part in name), None)
+        if kind in ("llama", "mistral", "mixtral") and count is not None:
+            found[name] = _permute(value, getattr(model.config, count))
+        elif kind == "gemma3_text" and name.endswith("norm.weight"):
+            found[name] = value + 1
+        elif name.endswith(".sinks"):
+            found[f"{name}.weight"] = value
+        elif ".experts." in name:
+            found |= _stacked(name, value, turned=kind == "gpt_oss")
+        else:
+            found[name] = value
+    return found
+
+
+def _stacked(name: str, value: torch.Tensor, *, turned: bool) -> dict[str, torch.Tensor]:
+    """A stack of experts with gate and up apart; turned: as gpt_oss has them."""
+    bias = name.endswith("_bias")
+    stem, which = name.removesuffix("_bias").rsplit(".", 1)
+    suffix = "bias" if bias else "weight"
+    if turned and not bias:
+        value = value.transpose(1, 2)
+    if which == "down_proj":
+        return {f"{stem}.down_proj.{suffix}": value}
+    gate, up = (value[:, ::2], value[:, 1::2]) if turned else value.chunk(2, dim=1)
+    return {f"{stem}.gate_proj.{suffix}": gate, f"{stem}.up_proj.{suffix}": up}
 
 
 def write_gguf(
@@ -123,34 +243,33 @@ def write_gguf(
 ) -> Path:
     """Write a model as float32 GGUF; the options break it in one place (names of the GGUF)."""
     config = model.config
-    name = architecture or config.model_type.replace("mistral", "llama")
+    kind = _ARCHITECTURES.get(config.model_type, config.model_type)
+    name = architecture or kind
+    known = next(each for each, text in gguf.MODEL_ARCH_NAMES.items() if text == kind)
+    names = gguf.get_tensor_name_map(known, config.num_hidden_layers)
     writer = gguf.GGUFWriter(path, name)
-    rope = config.rope_parameters["rope_theta"]
-    integers = {
-        "block_count": config.num_hidden_layers,
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-        "attention.key_length": config.head_dim,
-    }
-    reals = {"rope.freq_base": rope, "attention.layer_norm_rms_epsilon": config.rms_norm_eps}
-    for key, integer in integers.items():
+    for key, integer in _integers(config).items():
         if key != skip_key:
             writer.add_uint32(f"{name}.{key}", integer)
-    for key, real in reals.items():
-        writer.add_float32(f"{name}.{key}", real)
+    for key, value in _values(config).items():
+        if isinstance(value, str):
+            writer.add_string(f"{name}.{key}", value)
+        elif isinstance(value, int):
+            writer.add_uint32(f"{name}.{key}", value)
+        else:
+            writer.add_float32(f"{name}.{key}", value)
     writer.add_token_list([f"t{i}" for i in range(VOCABULARY)])
-    for full, value in tensors(model).items():
-        target = _gguf_name(full)
+    for full, tensor in _stored(model).items():
+        target = names.get_name(full, (".weight", ".bias"))
+        assert target is not None, full
         if target == skip_tensor:
             continue
-        heads = {".q_proj.": config.num_attention_heads, ".k_proj.": config.num_key_value_heads}
-        count = next((n for part, n in heads.items() if part in full), None)
-        permute = name == "llama" and count is not None
-        data = (_permute(value, count) if permute else value).numpy()
+        data = tensor.numpy()
         writer.add_tensor(target, np.ascontiguousarray(data[1:] if target == reshape else data))
+    if config.rope_parameters.get("rope_type") == "longrope":
+        for size in ("short", "long"):
+            factors = np.array(config.rope_parameters[f"{size}_factor"], dtype=np.float32)
+            writer.add_tensor(f"rope_factors_{size}.weight", factors)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

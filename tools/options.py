@@ -14,6 +14,22 @@ class Dtype(StrEnum):
 
     BFLOAT16 = "bfloat16"
     FLOAT32 = "float32"
+    FLOAT16 = "float16"
+
+
+class WeightKind(StrEnum):
+    """How the weights of the layers' linears are held."""
+
+    DTYPE = "dtype"
+    INT8 = "int8"
+    INT4 = "int4"
+
+
+class ActivationKind(StrEnum):
+    """How rows go from stage to stage."""
+
+    DTYPE = "dtype"
+    FP8 = "fp8"
 
 
 class DrafterKind(StrEnum):
@@ -32,6 +48,37 @@ class Payloads(StrEnum):
     FULL = "full"
 
 
+class On(StrEnum):
+    """Where the stages of `kvring up` run."""
+
+    HERE = "here"
+    RAY = "ray"
+
+
+class RayPlacing(StrEnum):
+    """How Ray chooses nodes."""
+
+    SPREAD = "spread"
+    PACK = "pack"
+
+
+RunOn = Annotated[On, typer.Option("--on", help="Where the stages run: docs/ray.md.")]
+RayAddress = Annotated[
+    str | None,
+    typer.Option(metavar="HOST:PORT", help="The cluster [default: the one this machine is in]."),
+]
+RayPlace = Annotated[
+    RayPlacing | None,
+    typer.Option(help="Over many nodes or on few [default: spread]."),
+]
+RayGpus = Annotated[
+    int | None,
+    typer.Option(min=0, max=1, help="Per stage [default: 1 where the cluster has enough]."),
+]
+RayCpus = Annotated[float | None, typer.Option(min=0.01, help="Per stage [default: 1].")]
+RayWait = Annotated[
+    float | None, typer.Option(min=1, help="For the cluster to have room [default: 60].")
+]
 Http = Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the HTTP API listens.")]
 ApiKey = Annotated[str | None, typer.Option(metavar="KEY", help="Bearer token of the HTTP API.")]
 ApiKeyFile = Annotated[
@@ -56,7 +103,10 @@ RecordPayloads = Annotated[Payloads, typer.Option(help="What the logs keep of ac
 RingFile = Annotated[Path, typer.Option(metavar="FILE", help="ring.toml of this ring.")]
 Url = Annotated[str, typer.Option(metavar="URL", help="The kvring server.")]
 Model = Annotated[
-    str, typer.Option(metavar="NAME|DIR|FILE.gguf", help='Model to serve; "toy" needs no file.')
+    str,
+    typer.Option(
+        metavar="NAME|DIR|FILE.gguf|hf://ORG/NAME", help='Model to serve; "toy" needs no file.'
+    ),
 ]
 Stages = Annotated[int, typer.Option(min=1, max=256, help="Stage processes.")]
 Slots = Annotated[int, typer.Option(min=1, help="Conversations kept resident.")]
@@ -64,6 +114,12 @@ MaxModelLen = Annotated[
     int | None, typer.Option(min=1, help="Tokens per slot [default: what the model allows].")
 ]
 Precision = Annotated[Dtype, typer.Option(help="Precision of weights and KV.")]
+Weights = Annotated[
+    WeightKind, typer.Option(help="Of the layers' linears: as --dtype, or smaller.")
+]
+Activations = Annotated[
+    ActivationKind, typer.Option(help="Between stages: as --dtype, or 1 byte a number.")
+]
 Threads = Annotated[
     int | None, typer.Option(min=1, help="Per stage [default: the cores, shared out].")
 ]

@@ -16,13 +16,16 @@ from pathlib import Path
 from transport.codec import MAX_PAYLOAD_BYTES, MAX_SLOTS, MAX_STAGES
 from transport.emulate import Emulate
 from transport.toml_lines import key_lines
+from transport.toml_table import HUB as HUB
 from transport.toml_table import TOY as TOY
 from transport.toml_table import ConfigError as ConfigError
 from transport.toml_table import Table, shown
 from transport.toml_text import pairs
 
 OFF = "off"
-DTYPES = ("bfloat16", "float32")
+DTYPES = ("bfloat16", "float32", "float16")
+WEIGHTS = ("dtype", "int8", "int4")
+ACTIVATIONS = ("dtype", "fp8")
 DRAFTERS = ("off", "lookup", "model")
 MAX_CONFIG_BYTES = 1 << 20
 MAX_RINGS = 64
@@ -32,12 +35,18 @@ _HTTP = re.compile(r"(?P<host>[^\s:/\[\]]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What is served. path: absolute file or folder, or "toy"; name: what clients call it."""
+    """What is served. path: absolute file or folder, "hf://org/name" or "toy".
+
+    name: what clients call it. weights: of the layers' linears; activations: between stages; both
+    as dtype says, or as WEIGHTS and ACTIVATIONS name.
+    """
 
     path: str
     name: str
     dtype: str = "bfloat16"
     exact: bool = True
+    weights: str = "dtype"
+    activations: str = "dtype"
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,12 +248,12 @@ def _model(table: Table) -> Model:
     name = table.take("name", str, Path(path).name.removesuffix(".gguf") or TOY)
     if not 1 <= len(name) <= 128 or not name.isprintable():
         table.fail("must be 1 to 128 printable characters", "name")
-    dtype = table.take("dtype", str, "bfloat16")
-    if dtype not in DTYPES:
-        table.fail(f"must be one of {', '.join(DTYPES)}, not {shown(dtype)}", "dtype")
+    dtype = table.choice("dtype", DTYPES, "bfloat16")
     exact = table.take("exact", bool, True)
+    weights = table.choice("weights", WEIGHTS, "dtype")
+    activations = table.choice("activations", ACTIVATIONS, "dtype")
     table.finish()
-    return Model(path, name, dtype, exact)
+    return Model(path, name, dtype, exact, weights, activations)
 
 
 def _coordinator(table: Table) -> Coordinator:
@@ -252,9 +261,7 @@ def _coordinator(table: Table) -> Coordinator:
     found = _HTTP.fullmatch(http)
     if found is None or int(found["port"]) > 65535:
         table.fail(f"must be host:port, not {shown(http)}", "http")
-    drafter = table.take("drafter", str, Coordinator().drafter)
-    if drafter not in DRAFTERS:
-        table.fail(f"must be one of {', '.join(DRAFTERS)}, not {shown(drafter)}", "drafter")
+    drafter = table.choice("drafter", DRAFTERS, Coordinator().drafter)
     model = table.model("draft_model") if "draft_model" in table.data else None
     if drafter == "model" and model is None:
         table.fail("'model' needs the key 'draft_model': a small model's path", "drafter")

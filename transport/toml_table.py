@@ -15,6 +15,8 @@ from typing import Any, NoReturn
 from transport.keys import KeyFileError, is_key, read_public
 
 TOY = "toy"
+HUB = "hf://"
+_HUB_NAME = re.compile(HUB + r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]{1,128})?")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _TCP = re.compile(r"tcp://(?P<host>[^\s:/\[\]]+|\[[0-9A-Fa-f:.%a-z0-9]+\]):(?P<port>[0-9]{1,5})")
 _ANYWHERE = ("*", "0.0.0.0", "[::]")
@@ -77,6 +79,13 @@ class Table:
             self.fail(f"must be {_WORDS[kind]}, not {shown(value)}", key)
         return value
 
+    def choice(self, key: str, names: tuple[str, ...], default: str) -> str:
+        """One of some names."""
+        value: str = self.take(key, str, default)
+        if value not in names:
+            self.fail(f"must be one of {', '.join(names)}, not {shown(value)}", key)
+        return value
+
     def integer(self, key: str, low: int, high: int, default: Any = MISSING) -> Any:
         """An integer in [low, high]; the default is not checked."""
         value = self.take(key, int, default)
@@ -118,10 +127,14 @@ class Table:
         return value
 
     def model(self, key: str) -> str:
-        """A model's absolute path, or "toy"."""
+        """A model's absolute path, its name on a hub (hf://org/name), or "toy"."""
         path: str = self.take(key, str)
         if not path or "\0" in path:
             self.fail('must be a file, a folder or "toy"', key)
+        if path.startswith(HUB):
+            if not _HUB_NAME.fullmatch(path):
+                self.fail(f"must be {HUB}org/name or {HUB}org/name@revision", key)
+            return path
         return path if path == TOY else str(self._absolute(key, path))
 
     def file(self, key: str) -> Path:

@@ -44,7 +44,12 @@ def need_of(source: Source, dtype: str) -> Need:
     item, config = ITEM_BYTES[dtype], source.config
     heads = int(config.num_attention_heads)
     size = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    values = sum(math.prod(shape) for shape in source.layer_shapes.values())
+    values = sum(
+        math.prod(shape)
+        for layer in range(source.layers_total)
+        for shape in source.layer_shapes(layer).values()
+    )
     embedding = source.vocabulary * int(config.hidden_size) * item
     row = 2 * int(config.num_key_value_heads) * size * item
-    return Need(source.layers_total, values * item, row, embedding, embedding)
+    layer = values * item // source.layers_total  # in the mean, where they differ
+    return Need(source.layers_total, layer, row, embedding, embedding)

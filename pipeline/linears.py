@@ -1,0 +1,134 @@
+"""Owns products with a weight: packed, plain, or quantised to int8 or int4, some rows at a time.
+
+Which of them a block uses, and how many rows may share a call, is said by a Kernels. Knows no file
+and no layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from pipeline.kernels import ROWS, Kernels
+from pipeline.model import ModelError
+
+Call = Callable[[Tensor], Tensor]
+GROUP = 32  # int4: inputs that share a scale and a zero; the smallest that torch's kernel takes
+_INT4_OUT = 16  # and its multiple of outputs
+_AT_ONCE = 512  # rows quantised together: their float32 copy is small beside a layer
+
+
+class Linear(nn.Module):
+    """y = x W^T + b for x [1, rows, in]; in exact mode rows must be a multiple of 8.
+
+    weight: [out, in], consumed: the packed or quantised form replaces it.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, kernels: Kernels) -> None:
+        super().__init__()
+        self.width, self.dtype, self.device = weight.shape[1], weight.dtype, weight.device
+        self.call = _product(weight, bias, kernels)
+        self.rows = kernels.linear_rows if kernels.exact else 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[1, rows, in] -> [1, rows, out]."""
+        if not self.rows or x.shape[1] <= self.rows:
+            return self.call(x)
+        return torch.cat([self.call(part) for part in torch.split(x, self.rows, 1)], 1)
+
+
+def _product(weight: Tensor, bias: Tensor | None, kernels: Kernels) -> Call:
+    if kernels.weights == "int8":
+        return _int8(weight, bias)
+    if kernels.weights == "int4":
+        return _int4(weight, bias)
+    if not kernels.packed:
+        return lambda x: F.linear(x, weight, bias)
+    # Never call the packed form with fewer rows than it was packed for: each call repacks.
+    packed = _pack(weight, ROWS)
+    return lambda x: _packed_linear(x, packed, bias)
+
+
+# ---- packed by oneDNN ----------------------------------------------------------------------------
+
+
+def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
+    """True where oneDNN's pre-packed linear exists: a private operator, so it is tried."""
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    try:
+        weight = torch.ones(ROWS, ROWS, dtype=dtype)
+        rows = torch.ones(ROWS, ROWS, dtype=dtype)
+        result = _packed_linear(rows, _pack(weight, ROWS), None)
+        return bool((result == ROWS).all())
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return False
+
+
+def _pack(weight: Tensor, rows: int) -> Tensor:
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+    return packed
+
+
+def _packed_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+    return result
+
+
+# ---- quantised: torch's own CPU kernels ----------------------------------------------------------
+
+
+def check_weights(weights: str, dtype: torch.dtype, device: torch.device) -> None:
+    """ModelError where there is no kernel for quantised weights that is worth having."""
+    if weights == "dtype":
+        return
+    kernel = {"int8": "_weight_int8pack_mm", "int4": "_weight_int4pack_mm_for_cpu"}[weights]
+    if device.type != "cpu":
+        raise ModelError(f"{weights} weights run on a CPU, not on {device.type}")
+    if dtype == torch.float32:  # measured: torch's own is scalar there, 20 times the plain product
+        raise ModelError(f"{weights} weights need the dtype bfloat16 or float16")
+    if not hasattr(torch.ops.aten, kernel):
+        raise ModelError(f"{weights} weights: torch {torch.__version__} has no {kernel}")
+
+
+def _int8(weight: Tensor, bias: Tensor | None) -> Call:
+    """One scale per output, symmetric. W[o, i] = q[o, i] * scale[o]."""
+    quantised, scales = torch.empty(weight.shape, dtype=torch.int8), []
+    for start in range(0, len(weight), _AT_ONCE):
+        rows = weight[start : start + _AT_ONCE].float()
+        # rounded first: the kernel multiplies by the scale as the dtype has it
+        scale = (rows.abs().amax(1) / 127).clamp(min=2**-20).to(weight.dtype)
+        scaled = torch.round(rows / scale.float()[:, None]).clamp(-127, 127)
+        quantised[start : start + _AT_ONCE] = scaled.to(torch.int8)
+        scales.append(scale)
+    scale = torch.cat(scales)
+    return lambda x: _plus(torch._weight_int8pack_mm(x[0], quantised, scale), bias)
+
+
+def _int4(weight: Tensor, bias: Tensor | None) -> Call:
+    """A scale and a zero for each GROUP of inputs. W[o, i] = (q[o, i] - 8) * scale + zero."""
+    out, width = weight.shape
+    if width % GROUP or out % _INT4_OUT:
+        raise ModelError(
+            f"int4 weights: a linear of [{out}, {width}] is not a multiple of "
+            f"[{_INT4_OUT}, {GROUP}]; int8 takes any"
+        )
+    packed, scales = [], []
+    for start in range(0, out, _AT_ONCE):
+        rows = weight[start : start + _AT_ONCE].float().reshape(-1, width // GROUP, GROUP)
+        low, high = rows.amin(2), rows.amax(2)
+        scale = ((high - low) / 15).clamp(min=2**-20).to(weight.dtype)
+        zero = (low + 8 * scale.float()).to(weight.dtype)
+        scaled = (rows - zero.float()[..., None]) / scale.float()[..., None] + 8
+        number = torch.round(scaled).clamp(0, 15).flatten(1).to(torch.int32)
+        packed.append(torch._convert_weight_to_int4pack_for_cpu(number, 1))
+        scales.append(torch.stack((scale, zero), 2))
+    whole, pairs = torch.cat(packed), torch.cat(scales).transpose(0, 1).contiguous()
+    return lambda x: _plus(torch._weight_int4pack_mm_for_cpu(x[0], whole, GROUP, pairs), bias)
+
+
+def _plus(rows: Tensor, bias: Tensor | None) -> Tensor:
+    return (rows if bias is None else rows + bias)[None]
