@@ -27,7 +27,15 @@ from coord.scheduler import Scheduler
 from coord.store import Store
 from coord.survey import Survey
 from coord.verify import MAX_WRITTEN, Mismatch, Record, Verifier, report
-from coord.view import beat, counters, describe_ring, holdings, idle_ring, link_counters
+from coord.view import (
+    beat,
+    counters,
+    describe_ring,
+    holdings,
+    idle_ring,
+    link_counters,
+    residents,
+)
 from transport.chain import root_hash
 from transport.config import Config
 from transport.config import Ring as RingSpec
@@ -51,8 +59,6 @@ from transport.recorder import Recorder
 from transport.trust import CoordinatorTrust
 
 Event = Admitted | Tokens | Finished | Failed
-FIRST_TOKENS = 24  # of a resident prefix, for GET /ring?preview=1
-NOBODY = b"\0"  # no tenant's salt
 DRAFTERS: dict[str, Callable[[], Drafter] | None] = {
     "off": None,
     "lookup": LookupDrafter,
@@ -186,6 +192,13 @@ class Coordinator:
         self._recall()
         self._step(Tick())
 
+    def move(self, rings: Sequence[RingSpec]) -> None:
+        """The same rings with other addresses: the heads' are taken in."""
+        for ring in rings:
+            self.scheduler.rings[ring.name].spec = ring
+            if self._pushes[ring.name].address != ring.head.address:
+                self._pushes[ring.name].redirect(ring.head.address)
+
     def _recall(self) -> None:
         """Tell the core what an earlier coordinator wrote down."""
         count = 0
@@ -298,27 +311,7 @@ class Coordinator:
 
     def residents(self) -> list[Resident]:
         """Every slot and parked prefix; see coord.http.engine."""
-        return [
-            Resident(
-                name,
-                index,
-                holding.resident,
-                holding.turn is not None,
-                index >= len(ring.ledger.slots),
-                self._salt(holding),
-                () if holding.chain is None else holding.chain.tokens(0, FIRST_TOKENS),
-            )
-            for name, ring in self.scheduler.rings.items()
-            for index, holding in holdings(ring)
-        ]
-
-    def _salt(self, holding: Holding) -> bytes | None:
-        """Whose rows they are; NOBODY should a salt have been forgotten."""
-        if holding.turn is not None:
-            return self.scheduler.turns[holding.turn].submit.salt
-        if holding.chain is None:
-            return NOBODY if holding.coming else None
-        return self._salts.get(holding.chain.root, NOBODY)
+        return residents(self.scheduler, self._salts)
 
     def ready(self) -> tuple[bool, str]:
         """(True, "") when a token has been round some ring, else what is missing, in words."""

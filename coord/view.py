@@ -5,10 +5,11 @@ Reads only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
 from coord.actions import TurnError
+from coord.http.engine import Resident
 from coord.http.keys import SESSION_CHARS
 from coord.ledger import Holding
 from coord.ring import Phase, Ring
@@ -16,6 +17,9 @@ from coord.scheduler import Scheduler
 from transport.config import Ring as RingSpec
 from transport.frame import Heartbeat, Run
 from transport.numbering import LinkCounts
+
+FIRST_TOKENS = 24  # of a resident prefix, for GET /ring?preview=1
+NOBODY = b"\0"  # no tenant's salt
 
 
 def counters(scheduler: Scheduler) -> dict[str, float]:
@@ -140,6 +144,32 @@ def idle_ring(scheduler: Scheduler, name: str, now: float) -> RingSpec:
 def holdings(ring: Ring) -> list[tuple[int, Holding]]:
     """Slots and parked prefixes with their numbers."""
     return [*enumerate(ring.ledger.slots), *ring.ledger.parked.items()]
+
+
+def residents(scheduler: Scheduler, salts: Mapping[bytes, bytes]) -> list[Resident]:
+    """Every slot and parked prefix. salts: whose rows a chain's are, by its root."""
+
+    def salt(holding: Holding) -> bytes | None:
+        """NOBODY should it have been forgotten."""
+        if holding.turn is not None:
+            return scheduler.turns[holding.turn].submit.salt
+        if holding.chain is None:
+            return NOBODY if holding.coming else None
+        return salts.get(holding.chain.root, NOBODY)
+
+    return [
+        Resident(
+            name,
+            index,
+            holding.resident,
+            holding.turn is not None,
+            index >= len(ring.ledger.slots),
+            salt(holding),
+            () if holding.chain is None else holding.chain.tokens(0, FIRST_TOKENS),
+        )
+        for name, ring in scheduler.rings.items()
+        for index, holding in holdings(ring)
+    ]
 
 
 def _parked_rows(ring: Ring) -> int:

@@ -94,6 +94,13 @@ class Worker:
         self._recorder = recorder
         self._log = structlog.get_logger().bind(ring=ring.name, stage=spec.name)
         self._refusals, self._refused = Refusals(), Refusals()  # of others, and by the next
+        self._push: PushLink | None = None
+
+    def move(self, ring: Ring) -> None:
+        """The same ring with other addresses: the next stage's is taken in. From any thread."""
+        self.ring = ring
+        if self._push is not None:
+            self._push.redirect(ring.next_address(self.spec))
 
     def run(self) -> None:
         """Blocks until stopped. Raises LinkError, the model's own errors, or a bug's."""
@@ -123,6 +130,8 @@ class Worker:
                 emulate=self.emulate,
                 on_peer=self._see_next,
             )
+            self._push = push
+            self.move(self.ring)  # it may have moved since
             core = Stage(
                 self.ring.name,
                 self.spec.name,
@@ -267,7 +276,7 @@ async def run_stage(worker: Worker, incarnation: int, stop: asyncio.Event) -> No
 
     def say_lost() -> None:
         """The link's end is seen here long before the heartbeats of what was there are missed."""
-        where = ring.next_address(spec)
+        where = worker.ring.next_address(spec)
         lost = Reject(ring.name, 0, 0, spec.name, Refusal.LINK, f"its link to {where} ended")
         if where != ring.verdicts and not stop.is_set():
             with contextlib.suppress(LinkError):  # then the heartbeats will tell

@@ -2,9 +2,9 @@
 
 A row's result must be the same alone, in a chunk of any length, beside other slots, and with any
 finite garbage after its position. What it takes (docs/exactness.md): rows padded to multiples of
-8, at most `linear_rows` of them in one linear, key views of multiples of 512, one attention call
+8, at most `linear_rows` of them in one linear, key views of multiples of `keys`, one attention call
 for at most `attention_rows` query rows. pipeline.probe finds the largest tiles that are bit-equal
-to 8 rows on this machine. Knows no slot, no frame and no file.
+to 8 rows on this machine, and the smallest step of keys. Knows no slot, no frame and no file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 ROWS = 8  # float32 GEMM with fewer than 4 rows, and attention with 1 to 3, are other kernels
-KEYS = 512  # scaled_dot_product_attention's key block on CPU: a partial one sums differently
+KEYS = 512  # scaled_dot_product_attention's key block on CPU: a partial one may sum differently
+KEY_STEPS = (64, 256, KEYS)  # what a view is rounded up to; with MKL's float32 256, on AMX 64 do
 TILES = (128, 32, 8)  # rows of one call, largest first; bfloat16 on AMX changes kernels above 32
 MAX_SHARE = 32768  # elements of a thread's least share: at::internal::GRAIN_SIZE
 _VECTORS = 64  # two vectors of 16 floats are torch's step on AVX-512; half of that elsewhere
@@ -29,6 +30,7 @@ class Kernels:
     """How a block computes: see probe.choose. exact False: plain kernels, whatever is fastest.
 
     weights: "dtype" as they are, or "int8" or "int4" in the layers' linears and experts.
+    fused: the layers are pipeline.fused's. keys: attention looks at a multiple of so many.
     """
 
     exact: bool
@@ -37,6 +39,8 @@ class Kernels:
     attention_rows: int
     why_not: str = ""
     weights: str = "dtype"
+    fused: bool = False
+    keys: int = KEYS
 
     def describe(self, dtype: torch.dtype, device: torch.device) -> str:
         """The kernels' identity in words: equal text, equal bits (for one model)."""
@@ -45,15 +49,18 @@ class Kernels:
             amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
             where = torch.backends.cpu.get_cpu_capability() + ("+AMX" if amx else "")
         linear = f"{'packed' if self.packed else 'plain'} linear"
+        layers = "; fused layers" if self.fused else ""
         name = str(dtype).removeprefix("torch.")
         if self.weights != "dtype":
             linear, name = f"{self.weights} linear", f"{name} with {self.weights} weights"
         if not self.exact:
             reason = f" ({self.why_not})" if self.why_not else ""
-            return f"exact off{reason}; torch {torch.__version__}; {where}; {linear}; {name}"
+            return (
+                f"exact off{reason}; torch {torch.__version__}; {where}; {linear}{layers}; {name}"
+            )
         return (
             f"exact; torch {torch.__version__}; {where}; {linear} of {self.linear_rows} rows; "
-            f"attention of {self.attention_rows} rows; {name}"
+            f"attention of {self.attention_rows} rows, {self.keys} keys{layers}; {name}"
         )
 
 
@@ -73,6 +80,7 @@ class Span:
     """Query rows [start, end) of one sequence and the keys they may see: one or more calls.
 
     keys: length of the key view. masks: float, per sliding window, made once per forward.
+    positions: of the tokens where they are not [start, end), see pipeline.graphs.
     """
 
     start: int
@@ -81,6 +89,7 @@ class Span:
     rows: int
     fold: bool
     masks: dict[int | None, Tensor]
+    positions: Tensor | None = None
 
 
 def spans(start: int, end: int, group: int, kernels: Kernels) -> list[Span]:
@@ -94,11 +103,12 @@ def spans(start: int, end: int, group: int, kernels: Kernels) -> list[Span]:
         rows = (end - start) * (group if fold else 1)
         return [Span(start, end, end, rows, fold, {})]
     made = []
-    keys = padded(end, KEYS)
     if padded(group * (end - start), ROWS) <= min(FOLD_ROWS, kernels.attention_rows):
+        keys = padded(end, kernels.keys)
         return [Span(start, end, keys, padded(group * (end - start), ROWS), True, {})]
     for at in range(start, end, kernels.attention_rows):
         stop = min(at + kernels.attention_rows, end)
+        keys = padded(stop, kernels.keys)
         made.append(Span(at, stop, keys, padded(stop - at, ROWS), False, {}))
     return made
 
@@ -109,7 +119,10 @@ def _mask(span: Span, window: int | None, group: int, like: Tensor) -> Tensor:
     Padding rows are all 0: a row of -inf would be NaN.
     """
     keys = torch.arange(span.keys, device=like.device)
-    positions = torch.arange(span.start, span.end, device=like.device)[:, None]
+    positions = span.positions
+    if positions is None:
+        positions = torch.arange(span.start, span.end, device=like.device)
+    positions = positions[:, None]
     hidden = keys > positions
     if window is not None:
         hidden |= keys <= positions - window

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from pipeline.experts import Activation, Experts, Router, expert_shapes, is_experts, is_router
 from pipeline.families import Family, ropes, variant
+from pipeline.fused import Fused, products, suits
 from pipeline.kernels import Kernels
 from pipeline.linears import Linear
 from pipeline.probe import Work
@@ -53,6 +54,9 @@ def work_of(family: Family, config: Any) -> Work:
     linears: list[tuple[int, int]] = []
     routers: list[tuple[int, int]] = []
     sinks = False
+    if suits(family, config):
+        linears += products(meta_layer(family, config, 0))
+        variants = {}
     for index in variants.values():
         for module in meta_layer(family, config, index).modules():
             if isinstance(module, nn.Linear):
@@ -75,6 +79,11 @@ def head_dim(config: Any) -> int:
 def make_layer(family: Family, config: Any, index: int, read: Read, kernels: Kernels) -> nn.Module:
     """One decoder layer with its weights. read: a tensor by its name below `model.layers.N.`."""
     layer = meta_layer(family, config, index)
+    if kernels.fused:
+        for name in layer.state_dict():
+            owner, _, last = name.rpartition(".")
+            setattr(layer.get_submodule(owner), last, nn.Parameter(read(name), requires_grad=False))
+        return Fused(layer, kernels)
     _fill(layer, "", read, kernels)
     return layer
 

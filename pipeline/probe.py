@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from pipeline.kernels import KEYS, PLAIN, ROWS, TILES, Kernels, attend, spans
+from pipeline.kernels import KEY_STEPS, KEYS, PLAIN, ROWS, TILES, Kernels, attend, spans
 from pipeline.linears import Linear, can_pack
 
 _PROBE_KEYS = 2 * KEYS
@@ -58,7 +58,8 @@ def choose(
     for rows in TILES:
         tried = replace(kernels, linear_rows=tile, attention_rows=rows)
         if _attention_exact(work, dtype, device, tried):
-            return tried
+            steps = (replace(tried, keys=step) for step in KEY_STEPS)
+            return next(each for each in steps if _keys_exact(work, dtype, device, each))
     return replace(plain, why_not="attention differs by row")
 
 
@@ -91,31 +92,11 @@ def _attention_exact(
     work: Work, dtype: torch.dtype, device: torch.device, kernels: Kernels
 ) -> bool:
     """True when chunks of many sizes give each row the bits it has alone, on wider views too."""
-    count, groups, size = work.heads
-    generator = torch.Generator().manual_seed(3)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(dtype).to(device)
-
     start, last = KEYS - 40, KEYS + 40  # the chunks cross a key block
-    query = random(count, last - start, size)
-    keys, values = random(groups, _PROBE_KEYS, size), random(groups, _PROBE_KEYS, size)
-    sinks = random(count) if work.sinks else None
+    random = _RandomAttention(work, dtype, device)
 
     def run(low: int, high: int) -> Tensor:
-        parts = [
-            attend(
-                query[:, s.start - start : s.end - start],
-                keys,
-                values,
-                s,
-                window=None,
-                scaling=size**-0.5,
-                sinks=sinks,
-            )
-            for s in spans(low, high, count // groups, kernels)
-        ]
-        return torch.cat(parts, 1)
+        return random.run(low, high, kernels)
 
     alone = torch.cat([run(at, at + 1) for at in range(start, last)], 1)
     chunks = [(start, start + n) for n in (2, 3, 4, 5, 7, 8, 9, 16, 17, 24, 31, 32, 33, 34, 35)]
@@ -124,3 +105,50 @@ def _attention_exact(
     return all(
         torch.equal(run(low, high), alone[:, low - start : high - start]) for low, high in chunks
     )
+
+
+def _keys_exact(work: Work, dtype: torch.dtype, device: torch.device, kernels: Kernels) -> bool:
+    """True when views of every multiple of `kernels.keys` give the bits of whole key blocks."""
+    if kernels.keys == KEYS:
+        return True
+    random = _RandomAttention(work, dtype, device)
+    whole = replace(kernels, keys=KEYS)
+    rows = [each for each in (1, 8, 16, 32, 64, 128) if each <= kernels.attention_rows]
+    return all(
+        torch.equal(random.run(end - n, end, kernels), random.run(end - n, end, whole))
+        for end in range(kernels.keys, _PROBE_KEYS, kernels.keys)
+        for n in rows
+        if n <= end
+    )
+
+
+class _RandomAttention:
+    """Attention over random queries, keys and values, always the same ones."""
+
+    def __init__(self, work: Work, dtype: torch.dtype, device: torch.device) -> None:
+        count, self.groups, self.size = work.heads
+        generator = torch.Generator().manual_seed(3)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(dtype).to(device)
+
+        self.query = random(count, _PROBE_KEYS, self.size)
+        self.keys = random(self.groups, _PROBE_KEYS, self.size)
+        self.values = random(self.groups, _PROBE_KEYS, self.size)
+        self.sinks = random(count) if work.sinks else None
+
+    def run(self, low: int, high: int, kernels: Kernels) -> Tensor:
+        """The results of query rows [low, high), [heads, rows, head_dim]."""
+        parts = [
+            attend(
+                self.query[:, s.start : s.end],
+                self.keys,
+                self.values,
+                s,
+                window=None,
+                scaling=self.size**-0.5,
+                sinks=self.sinks,
+            )
+            for s in spans(low, high, len(self.query) // self.groups, kernels)
+        ]
+        return torch.cat(parts, 1)

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import blake2b
-from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface
 
+from pipeline.attention import ATTENTION, Part, Plan
 from pipeline.experts import Experts
+from pipeline.fused import suits
+from pipeline.graphs import Steps, fits
 from pipeline.heap import lean, zeros
-from pipeline.kernels import KEYS, ROWS, TILES, Span, attend, in_vectors, padded, spans
+from pipeline.kernels import KEYS, ROWS, TILES, in_vectors, padded, spans
 from pipeline.layers import (
     head_dim,
     make_embedding,
@@ -38,71 +39,8 @@ from pipeline.weights import EMBEDDING, FINAL_NORM, LM_HEAD, ModelError, Source
 from pipeline.wire import Wire
 from transport.frame import Result, Sampling, Segment, Tensor
 
-ATTENTION = "kvring"
 LOGIT_ROWS = 32  # rows projected at once: 32 x 49,152 x 4 bytes = 6 MB of logits, not 100 MB
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(slots=True)
-class Part:
-    """One segment in a forward: its slot and rows there, and its first row in the frame."""
-
-    slot: int
-    start: int
-    end: int
-    at: int
-    spans: list[Span]
-
-
-@dataclass(slots=True)
-class Plan:
-    """What every layer of one forward shares. caches: per layer, (keys, values)."""
-
-    parts: list[Part]
-    caches: dict[int, tuple[torch.Tensor, torch.Tensor]]
-
-
-def _attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,  # noqa: ARG001 - the library's signature
-    *,
-    plan: Plan,
-    scaling: float,
-    sliding_window: int | None = None,
-    s_aux: torch.Tensor | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """Write the rows' keys and values to their slots, then attend sequence by sequence.
-
-    query [1, heads, rows, head_dim], key and value [1, key heads, rows, head_dim]; returns
-    [1, rows, heads, head_dim]. s_aux: the heads' sinks. Padding rows stay zero.
-    """
-    keys, values = plan.caches[module.layer_idx]  # type: ignore[index]
-    out = query.new_zeros(query.shape[1:])
-    for part in plan.parts:
-        last = part.at + part.end - part.start
-        slot_keys, slot_values = keys[part.slot], values[part.slot]
-        slot_keys[:, part.start : part.end] = key[0, :, part.at : last]
-        slot_values[:, part.start : part.end] = value[0, :, part.at : last]
-        for span in part.spans:
-            low = part.at + span.start - part.start
-            high = low + span.end - span.start
-            out[:, low:high] = attend(
-                query[0, :, low:high],
-                slot_keys,
-                slot_values,
-                span,
-                window=sliding_window,
-                scaling=scaling,
-                sinks=s_aux,
-            )
-    return out.transpose(0, 1)[None], None
-
-
-AttentionInterface.register(ATTENTION, _attention)
 
 
 class TorchModel:
@@ -155,8 +93,13 @@ class TorchModel:
         with torch.inference_mode(), lean():
             self._report(0.0, "probing kernels")
             work = work_of(source.family, self._config)
-            self._kernels = choose(work, dtype, self._device, exact=exact, weights=weights)
+            fused = suits(source.family, self._config)
+            kernels = choose(work, dtype, self._device, exact=exact, weights=weights)
+            self._kernels = replace(kernels, fused=fused)
             self._load(source)
+            # Only there launching takes longer than running; the library's layers may wait inside.
+            record = self._device.type == "cuda" and self._kernels.exact and fused
+            self._steps = self._make_steps() if record else None
         self._info = self._describe(source)
         self._report(1.0, "loaded")
 
@@ -181,18 +124,26 @@ class TorchModel:
         else:
             assert payload is not None
             assert payload.shape[0] == count, (payload.shape, count)
-            hidden = self._wire.unpack(payload, rows).to(self._device)
-        index = torch.tensor(positions, device=self._device)
-        rotary = {
-            kind: (cos[index][None], sin[index][None]) for kind, (cos, sin) in self._rotary.items()
-        }
+            hidden = self._sent(self._wire.unpack(payload, rows))
         for experts in self._experts:
             experts.rows = count
-        for kind, layer in self._layers:
-            hidden = layer(hidden, position_embeddings=rotary[kind], plan=plan)
+        if self._steps is not None and fits(plan, self._capacity):
+            hidden = self._steps.run(plan.parts[0], hidden)
+        else:
+            hidden = self._through(hidden, self._sent(torch.tensor(positions)), plan)
         if self._info.tail:
             return Output(None, self._results(segments, hidden[0], histories))
         return Output(self._wire.pack(hidden[0, :count]))
+
+    def _through(self, hidden: torch.Tensor, positions: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """All layers over [1, rows, hidden]; positions: [rows]."""
+        rotary = {
+            kind: (cos[positions][None], sin[positions][None])
+            for kind, (cos, sin) in self._rotary.items()
+        }
+        for kind, layer in self._layers:
+            hidden = layer(hidden, position_embeddings=rotary[kind], plan=plan)
+        return hidden
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
@@ -250,6 +201,11 @@ class TorchModel:
             self._dtype,
             self._device,
         )
+
+    def _make_steps(self) -> Steps:
+        like = torch.empty(int(self._config.hidden_size), dtype=self._dtype, device=self._device)
+        group = self._heads // self._groups
+        return Steps(self._through, Plan([], self._caches), like, group, self._kernels)
 
     def _read(self, source: Source, name: str) -> torch.Tensor:
         tensor = source.read(name, self._dtype).to(self._device)
@@ -320,8 +276,14 @@ class TorchModel:
     def _embed(self, segments: Sequence[Segment], rows: int) -> torch.Tensor:
         ids = [token for segment in segments for token in segment.tokens]
         ids.extend([0] * (rows - len(ids)))
-        embedded: torch.Tensor = self._embedding(torch.tensor(ids, device=self._device))
+        embedded: torch.Tensor = self._embedding(self._sent(torch.tensor(ids)))
         return embedded[None]
+
+    def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A host tensor on the device. From pinned memory the copy waits for nothing."""
+        if self._device.type == "cuda":
+            tensor = tensor.pin_memory()
+        return tensor.to(self._device, non_blocking=True)
 
     def _results(
         self,
@@ -359,9 +321,10 @@ class TorchModel:
         count = len(rows)
         if self._kernels.exact:
             rows = rows + [rows[0]] * (padded(count, ROWS) - count)
-        chosen = hidden[torch.tensor(rows, device=self._device)][None]
+        chosen = hidden[self._sent(torch.tensor(rows))][None]
         logits: torch.Tensor = self._head(self._norm(chosen))
         cap = getattr(self._config, "final_logit_softcapping", None)
         if cap is not None:  # as the library's whole models do behind their LM head
             logits = in_vectors(torch.tanh, logits / cap) * cap
-        return logits[0, :count].float()
+        # One wait for all rows; and only the host's argmax takes the first of equals.
+        return logits[0, :count].float().cpu()

@@ -119,6 +119,12 @@ def up(
     draft_depth: options.DraftDepth = None,
     draft_tokens: options.DraftTokens = None,
     insecure: options.Insecure = False,
+    on: options.RunOn = options.On.HERE,
+    ray_address: options.RayAddress = None,
+    ray_place: options.RayPlace = None,
+    ray_gpus: options.RayGpus = None,
+    ray_cpus: options.RayCpus = None,
+    ray_wait_s: options.RayWait = None,
 ) -> int:
     """Run a whole ring on this machine, with its HTTP API. Ctrl-C ends all of it."""
     _check_address(http)
@@ -126,6 +132,11 @@ def up(
     wanted = {name: getattr(value, "value", value) for name, value in context.params.items()}
     for name, value in wanted.items():
         _check_finite(name, value)
+    if wanted.pop("on") == options.On.RAY:
+        return _code(_command("on_ray.command.run_up_on_ray")(**wanted))
+    for name in [name for name in wanted if name.startswith("ray_")]:
+        if wanted.pop(name) is not None:
+            raise ToolError(f"--{name.replace('_', '-')} goes with --on ray", code=USAGE)
     return _code(_command("up.run_up")(**wanted))
 
 

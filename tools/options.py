@@ -48,6 +48,37 @@ class Payloads(StrEnum):
     FULL = "full"
 
 
+class On(StrEnum):
+    """Where the stages of `kvring up` run."""
+
+    HERE = "here"
+    RAY = "ray"
+
+
+class RayPlacing(StrEnum):
+    """How Ray chooses nodes."""
+
+    SPREAD = "spread"
+    PACK = "pack"
+
+
+RunOn = Annotated[On, typer.Option("--on", help="Where the stages run: docs/ray.md.")]
+RayAddress = Annotated[
+    str | None,
+    typer.Option(metavar="HOST:PORT", help="The cluster [default: the one this machine is in]."),
+]
+RayPlace = Annotated[
+    RayPlacing | None,
+    typer.Option(help="Over many nodes or on few [default: spread]."),
+]
+RayGpus = Annotated[
+    int | None,
+    typer.Option(min=0, max=1, help="Per stage [default: 1 where the cluster has enough]."),
+]
+RayCpus = Annotated[float | None, typer.Option(min=0.01, help="Per stage [default: 1].")]
+RayWait = Annotated[
+    float | None, typer.Option(min=1, help="For the cluster to have room [default: 60].")
+]
 Http = Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the HTTP API listens.")]
 ApiKey = Annotated[str | None, typer.Option(metavar="KEY", help="Bearer token of the HTTP API.")]
 ApiKeyFile = Annotated[

@@ -22,6 +22,7 @@ import uvicorn
 
 from tools import events
 from tools.errors import USAGE, ToolError
+from tools.moved import as_seen_by, on_moved
 from tools.security import check_http, check_link, trust_of_coordinator, trust_of_stage
 from tools.stop import Stop, first
 from transport.config import OFF, Config, ConfigError, Limits, Ring, Stage, dumps, load
@@ -70,11 +71,12 @@ def run_stage(
     incarnation = secrets.randbits(63)
     with _recorder("stage", name, incarnation, config, record, record_payloads) as recorder:
         return asyncio.run(
-            _stage(config, which, spec, device, incarnation, recorder, with_parent, trust)
+            _stage(ring, config, which, spec, device, incarnation, recorder, with_parent, trust)
         )
 
 
 async def _stage(
+    file: Path,
     config: Config,
     ring: Ring,
     spec: Stage,
@@ -100,6 +102,7 @@ async def _stage(
         trust,
         device,
     )
+    on_moved(file, config, lambda found: worker.move(as_seen_by(spec.name, ring, found)))
     try:
         await run_stage(worker, incarnation, stop.asked)
     except (LinkError, ModelError) as error:
@@ -154,7 +157,18 @@ def run_coord(
         folder = record or Path("logs")
         file = _state_file(state or config.coordinator.state, ring)
         return asyncio.run(
-            _coord(config, listener, keys, incarnation, open_log, folder, with_parent, trust, file)
+            _coord(
+                ring,
+                config,
+                listener,
+                keys,
+                incarnation,
+                open_log,
+                folder,
+                with_parent,
+                trust,
+                file,
+            )
         )
 
 
@@ -169,6 +183,7 @@ def _state_file(said: str | None, ring: Path) -> Path | None:
 
 
 async def _coord(
+    file: Path,
     config: Config,
     listener: socket.socket,
     api_keys: tuple[Key, ...],
@@ -211,6 +226,7 @@ async def _coord(
         await coordinator.open()
     except LinkError as error:
         raise ToolError(f"coordinator: {error}") from None
+    on_moved(file, config, lambda found: coordinator.move(found.rings))
     door = Door(coordinator.counters, per_key_turns=limits.per_key_turns)
     app = build_app(coordinator, tokenizer, _settings(config, api_keys), door, history)
     server = _http_server(app, limits)

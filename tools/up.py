@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 from tools.client import Client
+from tools.elsewhere import Elsewhere, Process
 from tools.errors import USAGE, ToolError
 from tools.glance import glancing
 from tools.loading import loading, opening
@@ -86,7 +87,7 @@ class Child:
     """One process of the ring and where its output goes."""
 
     name: str
-    process: subprocess.Popen[bytes]
+    process: Process
     log: Path
 
     def last_words(self) -> str:
@@ -148,7 +149,7 @@ class _Interrupts:
             signal.signal(number, handler)
 
 
-def run_up(**options: object) -> int:
+def run_up(*, elsewhere: Elsewhere | None = None, **options: object) -> int:
     """Run a whole ring until Ctrl-C; 0 when that ended it. Raises ToolError."""
     wanted = Options(**options)  # type: ignore[arg-type]
     folder = Path(tempfile.mkdtemp(prefix="kvring-"))
@@ -158,9 +159,11 @@ def run_up(**options: object) -> int:
     try:
         with opening(wanted.model, sys.stderr):  # the libraries alone take seconds
             config = _plan(wanted, folder)
+        if elsewhere is not None:
+            config = elsewhere.place(config, folder)
         file = folder / "ring.toml"
         file.write_text(_checked(dumps(config), folder))
-        _start(wanted, config, file, children, interrupts)
+        _start(wanted, config, file, children, interrupts, elsewhere)
         _wait_ready(config, children)
         _greet(wanted, config)
         _watch(wanted, config, children)
@@ -276,11 +279,21 @@ def _name(model: str) -> str:
 
 
 def _start(
-    wanted: Options, config: Config, file: Path, children: list[Child], interrupts: _Interrupts
+    wanted: Options,
+    config: Config,
+    file: Path,
+    children: list[Child],
+    interrupts: _Interrupts,
+    elsewhere: Elsewhere | None,
 ) -> None:
     extra: list[str] = []
     if wanted.record is not None:
-        extra = ["--record", str(wanted.record), "--record-payloads", wanted.record_payloads]
+        extra = [
+            "--record",
+            str(wanted.record.absolute()),
+            "--record-payloads",
+            wanted.record_payloads,
+        ]
     commands = {"coordinator": ["coord", "--ring", str(file)]}
     if wanted.insecure:
         commands["coordinator"].append("--insecure")
@@ -289,7 +302,8 @@ def _start(
         keys.touch(mode=0o600)
         keys.write_text(_key_line(wanted.api_key))
         commands["coordinator"] += ["--api-key-file", str(keys)]
-    for stage in [stage for ring in config.rings for stage in ring.stages]:
+    here = config.rings if elsewhere is None else ()
+    for stage in [stage for ring in here for stage in ring.stages]:
         commands[stage.name] = ["stage", "--ring", str(file), "--name", stage.name]
     for name, arguments in commands.items():
         log = file.parent / f"{name}.log"
@@ -302,6 +316,10 @@ def _start(
                 start_new_session=True,  # the terminal's Ctrl-C is for this process alone
             )
             children.append(Child(name, process, log))
+    if elsewhere is not None:
+        with interrupts.hold():
+            started = elsewhere.start(file, extra, process)
+            children += [Child(*each, file.parent / f"{each[0]}.log") for each in started.items()]
 
 
 def _key_line(key: str) -> str:

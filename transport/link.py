@@ -83,7 +83,7 @@ class PushLink:
         emulate: Emulate | None = None,
         on_peer: OnPeer | None = None,
     ) -> None:
-        self.address = address
+        self.address = self._wanted = address
         self.header: Buffer = b""  # of the last frame that was sent, as it was encoded
         self._timeout_s = timeout_s
         self._pieces = security is not None
@@ -91,7 +91,7 @@ class PushLink:
         self._socket = open_socket(zmq.PUSH, address, max_bytes, security)
         self._socket.sndtimeo = round(min(timeout_s, LOOK_S) * 1000)
         self._socket.copy_threshold = COPY_BYTES
-        self._refused = threading.Event()
+        self._again = threading.Event()  # it has to connect again: it was refused, or is elsewhere
         self._on_peer = on_peer
         watch(self._socket, sender, self._hear)
         try:
@@ -115,9 +115,15 @@ class PushLink:
             raise _behind(self.address)
         return self._outbox.sent()
 
+    def redirect(self, address: str) -> None:
+        """The peer is at another address; from any thread. The next frame goes there."""
+        if address != self._wanted:
+            self._wanted = address
+            self._again.set()
+
     def _hear(self, event: PeerEvent) -> None:
         if event.event == "refused":
-            self._refused.set()
+            self._again.set()
         if self._on_peer is not None:
             self._on_peer(event)
 
@@ -135,9 +141,10 @@ class PushLink:
 
     def _put(self, parts: Sequence[Buffer]) -> bool:
         """Hand one message to libzmq; False when it took nothing for LOOK_S."""
-        if self._refused.is_set():
-            self._refused.clear()
-            reconnect(self._socket, self.address)
+        if self._again.is_set():
+            self._again.clear()
+            old, self.address = self.address, self._wanted
+            reconnect(self._socket, old, self.address)
         try:
             for part in parts[:-1]:
                 self._socket.send(part, zmq.SNDMORE)
@@ -280,11 +287,13 @@ class AsyncPush:
         self,
         protocol: _Protocol,
         outbox: Outbox,
+        raw: zmq.Socket[bytes],
         address: str,
         emulate: Emulate | None,
         pieces: bool,
     ) -> None:
         self._protocol = protocol
+        self._raw = raw
         self._pieces = pieces
         self._outbox = outbox
         self.address = address
@@ -325,6 +334,12 @@ class AsyncPush:
         with contextlib.suppress(LinkError):  # its sender is far on; the receiver sees the gap
             self._check()
             self._write(parts)
+
+    def redirect(self, address: str) -> None:
+        """The peer is, or may be, at another address: connect there."""
+        if not self._protocol.lost.done():
+            reconnect(self._raw, self.address, address)
+            self.address = address
 
     async def wait(self) -> None:
         """Return when the link is closed; raise what the socket raised."""
@@ -397,18 +412,17 @@ async def open_push(
     def connect_again() -> None:
         nonlocal again
         again = False
-        if not protocol.lost.done():
-            reconnect(raw, address)
+        push.redirect(push.address)
 
     protocol = await _open(raw, _Protocol(sender, None, hear))
+    outbox = Outbox(sender, incarnation, max_bytes)
+    push = AsyncPush(protocol, outbox, raw, address, emulate, security is not None)
     try:
         raw.connect(address)
     except zmq.ZMQError as error:
         await protocol.close()
         raise explain("connect to", address, error) from None
-    return AsyncPush(
-        protocol, Outbox(sender, incarnation, max_bytes), address, emulate, security is not None
-    )
+    return push
 
 
 def _most_parts(max_bytes: int, security: Security | None) -> int:

@@ -123,16 +123,17 @@ def open_socket(
     return raw
 
 
-def reconnect(raw: zmq.Socket[bytes], address: str) -> None:
-    """Connect a PUSH socket again whose handshake was refused: libzmq has given it up for good.
+def reconnect(raw: zmq.Socket[bytes], old: str, new: str) -> None:
+    """Connect a PUSH socket again: its peer has moved, or `old` refused the handshake.
 
-    Else a peer that gets the right keys later, or a stranger on the peer's port while that is down,
-    would end the link until this process restarts. What was queued is lost; the receiver sees it.
+    libzmq gives a refused connection up for good. So a peer that gets the right keys later, or a
+    stranger on the peer's port while that is down, would end the link until this process restarts.
+    What was queued is lost; the receiver sees it.
     """
     with contextlib.suppress(zmq.ZMQError):
-        raw.disconnect(address)
+        raw.disconnect(old)
     with contextlib.suppress(zmq.ZMQError):  # closed meanwhile: its owner knows
-        raw.connect(address)
+        raw.connect(new)
 
 
 def shut_door(raw: zmq.Socket[bytes]) -> None:
