@@ -244,6 +244,12 @@ def test_others_words_do_not_steer_the_terminal() -> None:
     assert out.getvalue().splitlines()[0] == "fail  stage s0  says failed: [2Jgone for good"
 
 
+def test_every_symptom_has_its_place_on_the_page() -> None:
+    lines = (processes.ROOT / PAGE).read_text().splitlines()
+    anchors = {f"#{line[3:].lower().replace(' ', '-')}" for line in lines if line[:3] == "## "}
+    assert {see.value for see in See} <= anchors
+
+
 # ---- real processes ------------------------------------------------------------------------------
 
 
