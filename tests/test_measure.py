@@ -17,7 +17,7 @@ from pipeline.model import ModelInfo, ToyModel
 from pipeline.slowed import Slowed
 from pipeline.stage import Forward, Send, Stage, Survey
 from tests import processes
-from tests.processes import Fleet, RingFile, get, post, until, with_keys, write_ring
+from tests.processes import QUICK, Fleet, RingFile, get, post, until, with_keys, write_ring
 from tests.toyclient import complete, truth
 from tools.framelogs.check import prove
 from tools.replay.core import Replayer
@@ -167,7 +167,8 @@ def throttled(ring: RingFile, *layer_ms: float, mbit: float = 0.0) -> RingFile:
 
 
 def test_the_coordinator_measures_and_no_turn_notices(fleet: Fleet, tmp_path: Path) -> None:
-    ring = with_keys(write_ring(tmp_path / "ring.toml"))
+    limits = replace(QUICK, chunk_tokens=32)
+    ring = with_keys(write_ring(tmp_path / "ring.toml", limits=limits))
     ring = throttled(ring, 4.0, 2.0, 1.0, mbit=100.0)
     logs = tmp_path / "logs"
     fleet.coord(ring, "--record", logs)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import processes
-from tests.processes import Fleet, RingFile, until, write_ring
+from tests.processes import QUICK, Fleet, RingFile, until, write_ring
 from tests.toyclient import complete, truth
 from tools import cli
 from tools.errors import ToolError
@@ -261,10 +261,12 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
 def test_a_throttled_ring_is_planned_and_serves(
     fleet: Fleet, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ring = write_ring(tmp_path / "ring.toml", layers=14, stages=2)
+    ring = write_ring(
+        tmp_path / "ring.toml", layers=14, stages=2, limits=replace(QUICK, chunk_tokens=32)
+    )
     (one,) = ring.config.rings
     stages = tuple(
-        replace(stage, layer_ms=ms) for stage, ms in zip(one.stages, (6.0, 2.0), strict=True)
+        replace(stage, layer_ms=ms) for stage, ms in zip(one.stages, (3.0, 1.0), strict=True)
     )
     config = replace(ring.config, rings=(replace(one, stages=stages),))
     ring.path.write_text(dumps(config))
