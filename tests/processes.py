@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -180,6 +180,7 @@ class Fleet:
         name: str | None = None,
         stdin: int = subprocess.DEVNULL,
         module: str = "tools.cli",
+        variables: Mapping[str, str] | None = None,
     ) -> Process:
         """Start `kvring ARGUMENTS`, or another module with them."""
         name = name or str(arguments[0])
@@ -189,7 +190,12 @@ class Fleet:
             popen = subprocess.Popen(
                 [sys.executable, "-m", module, *map(str, arguments)],
                 cwd=ROOT,
-                env={**os.environ, MARK: self._mark, "TMPDIR": str(self.scratch)},
+                env={
+                    **os.environ,
+                    **(variables or {}),
+                    MARK: self._mark,
+                    "TMPDIR": str(self.scratch),
+                },
                 stdin=stdin,
                 stdout=out,
                 stderr=err,
@@ -198,9 +204,16 @@ class Fleet:
         self.processes.append(process)
         return process
 
-    def stage(self, ring: RingFile, name: str, *options: object) -> Process:
+    def stage(
+        self,
+        ring: RingFile,
+        name: str,
+        *options: object,
+        variables: Mapping[str, str] | None = None,
+    ) -> Process:
         """Start one stage by hand."""
-        return self.start("stage", "--ring", ring.path, "--name", name, *options, name=name)
+        words = ("stage", "--ring", ring.path, "--name", name, *options)
+        return self.start(*words, name=name, variables=variables)
 
     def coord(self, ring: RingFile, *options: object) -> Process:
         """Start the coordinator by hand."""

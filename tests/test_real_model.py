@@ -1,7 +1,8 @@
 """The default model on real rings: a warm turn is the cold one, log probabilities to the bit.
 
 JSON carries a double to its last bit, so equal numbers here are equal floats there. CASES 1, 2, 4,
-23; DESIGN 6. One ring of `kvring up` per precision, and one of a single stage per chunk size.
+23; DESIGN 6. In bfloat16 a ring of `kvring up`, and small ones of other chunk sizes; in float32 a
+ring of two stages that compute differently, as two kinds of machine do.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,18 +91,34 @@ def follow_up(messages: Messages, said: Said) -> Messages:
 @pytest.fixture(scope="module", params=["bfloat16", "float32"])
 def ring(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     default_model()
-    with processes.fleet(tmp_path_factory.mktemp(request.param)) as made:
-        yield _up(made, request.param)
+    folder = tmp_path_factory.mktemp(request.param)
+    with processes.fleet(folder) as made:
+        url = _up(made) if request.param == "bfloat16" else _unequal(made, folder)
+        made.ready(url, READY_S)
+        described = get(f"{url}/ring").json()["rings"][0]
+        assert described["reuse"] is True
+        assert described["exact"] is True, described["kernel"]
+        yield url
 
 
-def _up(fleet: Fleet, dtype: str) -> str:
+def _up(fleet: Fleet) -> str:
     # two stages of one thread: one of two threads spins, and starves on cores that others use
-    _, url = fleet.up("--dtype", dtype, "--stages", "2", "--max-model-len", "1024")
-    fleet.ready(url, READY_S)
-    described = get(f"{url}/ring").json()["rings"][0]
-    assert described["reuse"] is True
-    assert described["exact"] is True, described["kernel"]
-    return url
+    return fleet.up("--dtype", "bfloat16", "--stages", "2", "--max-model-len", "1024")[1]
+
+
+def _unequal(fleet: Fleet, folder: Path) -> str:
+    """A ring whose second stage may use no instructions beyond AVX2."""
+    file = write_ring(
+        folder / "ring.toml",
+        model=str(default_model()),
+        layers=LAYERS,
+        stages=2,
+        limits=replace(QUICK, max_model_len=1024, chunk_tokens=64, lost_after_s=20.0),
+    )
+    fleet.coord(file)
+    fleet.stage(file, "s0")
+    fleet.stage(file, "s1", variables={"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"})
+    return file.url
 
 
 def test_a_warm_turn_is_the_cold_one(ring: str) -> None:
