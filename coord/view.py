@@ -136,7 +136,7 @@ def idle_ring(scheduler: Scheduler, name: str, now: float) -> RingSpec:
     runs = sum(isinstance(record.frame, Run) for record in ring.in_flight.values())
     turns = scheduler.running() + scheduler.waiting()
     if turns or runs:
-        text = f"{turns} turns are running: a ring is measured while none does"
+        text = f"busy with turns ({turns}): a ring is measured while none runs"
         raise TurnError(409, "ring_busy", text)
     return ring.spec
 

@@ -76,7 +76,7 @@ def test_commands(
         "2 1 2 1.5 ms 123 3/4 at 1: another text stands there",
         "all 1 (25%) 3",
     ]
-    assert "/fork x: no such turn; there is turns 1 to 2" in out
+    assert "/fork x: no such turn; give 0 to 2" in out
     assert "Ctrl-C stops a reply" in out
     assert "/new takes no argument" in out
     assert "/what: no such command" in out

@@ -77,7 +77,7 @@ def test_pasted_lines_are_one_message_and_a_fork_keeps_the_prefix_warm(
         screen.wait_for(r"1  first line /stats is no command here many words .*…")
         screen.wait_for(r"2  second message")
         screen.press(f"/fork 3{ENTER}")
-        screen.wait_for("/fork 3: no such turn; there is turns 1 to 2")
+        screen.wait_for("/fork 3: no such turn; give 0 to 2")
         screen.press(f"/fork 1{ENTER}")
         screen.wait_for("goes on behind turn 1")
         screen.press(f"otherwise{ENTER}")

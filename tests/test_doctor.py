@@ -159,6 +159,7 @@ def test_what_is_wrong_with_a_ring(capsys: pytest.CaptureFixture[str], tmp_path:
         "device cuda:7": "#torch",
     }
     assert "chmod 600" in checks["key s0"]["said"]
+    assert checks["key s0"]["todo"] == "", "chmod is all there is to do"
     assert "secret-of-mine" not in json.dumps(checks)
 
 
@@ -284,9 +285,25 @@ def test_a_ring_before_and_with_its_coordinator(
     assert (code, checks["measure r"]["level"]) == (0, "warn")
     code, checks = run(capsys, "--ring", ring.path)
     assert failed(checks)["coordinator"] == "#keys"
+    elsewhere = f"127.0.0.1:{free_ports(1)[0]}"
+    served_elsewhere(ring, elsewhere, capsys)
     process.expected.append(-9)
     process.kill()
     fleet.not_ready(ring.url, "s1")
     code, checks = run(capsys, "--ring", ring.path, "--api-key", "boss-key")
     assert code == 1
     assert failed(checks) == {"ring r": "#stage-not-heard-of", "stage s1": "#stage-not-heard-of"}
+
+
+def served_elsewhere(ring: RingFile, http: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nobody is told to stop a ring that runs because its HTTP API is elsewhere."""
+    config = replace(ring.config, coordinator=replace(ring.config.coordinator, http=http))
+    other = ring.path.with_name("moved.toml")
+    other.write_text(dumps(config))
+    code, checks = run(capsys, "--ring", other)
+    assert (code, failed(checks)) == (1, {"measure r": "#port-in-use"})
+    assert "--url" in checks["measure r"]["todo"]
+    code, checks = run(capsys, "--ring", other, "--url", f"http://{http}")
+    assert (code, failed(checks)) == (1, {"coordinator": "#no-server"})
+    for what in ("coordinator r", "stage s0", "stage s1"):
+        assert (checks[what]["level"], checks[what]["todo"]) == ("warn", ""), what

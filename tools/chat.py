@@ -182,11 +182,12 @@ class _Chat:
             return True
         number = turn_number(argument, turns)
         if number is None:
-            there = f"turns 1 to {len(turns)}" if turns else "no turn yet"
-            print(f"/fork {printable(argument)}: no such turn; there is {there}")
+            there = f"give 0 to {len(turns)}" if turns else "there is no turn yet"
+            print(f"/fork {printable(argument)}: no such turn; {there}")
             return True
         self._go(self._now.fork(number))
-        _note(f"a new conversation that goes on behind turn {number}; /back returns")
+        where = f"goes on behind turn {number}" if number else "begins before the first turn"
+        _note(f"a new conversation that {where}; /back returns")
         return True
 
     def _list(self) -> None:

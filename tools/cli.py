@@ -19,7 +19,6 @@ from tools import bench, options, prepare
 from tools.errors import USAGE, ToolError
 from tools.framelogs import commands as framelogs
 
-DEFAULT_URL = "http://127.0.0.1:8000"
 INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 
 app = typer.Typer(
@@ -207,7 +206,7 @@ def coord(
 @app.command()
 def chat(
     *,
-    url: options.Url = DEFAULT_URL,
+    url: options.Url = options.DEFAULT_URL,
     api_key: options.ApiKey = None,
     model: Annotated[
         str | None, typer.Option(metavar="NAME", help="[default: the server's first model]")
@@ -234,7 +233,7 @@ def chat(
 @app.command()
 def status(
     *,
-    url: options.Url = DEFAULT_URL,
+    url: options.Url = options.DEFAULT_URL,
     api_key: options.ApiKey = None,
     json: Annotated[bool, typer.Option("--json", help="The server's JSON as it is.")] = False,
     preview: Annotated[

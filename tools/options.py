@@ -79,6 +79,7 @@ RayCpus = Annotated[float | None, typer.Option(min=0.01, help="Per stage [defaul
 RayWait = Annotated[
     float | None, typer.Option(min=1, help="For the cluster to have room [default: 60].")
 ]
+DEFAULT_URL = "http://127.0.0.1:8000"
 Http = Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the HTTP API listens.")]
 ApiKey = Annotated[str | None, typer.Option(metavar="KEY", help="Bearer token of the HTTP API.")]
 ApiKeyFile = Annotated[

@@ -25,6 +25,7 @@ from tools.elsewhere import Elsewhere, Process
 from tools.errors import USAGE, ToolError
 from tools.glance import glancing
 from tools.loading import loading, opening
+from tools.options import DEFAULT_URL
 from tools.pull import resolve_model
 from tools.security import check_http
 from tools.serve import listen
@@ -383,7 +384,8 @@ def _greet(wanted: Options, config: Config) -> None:
         f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' "
         f"-d '{json.dumps(body)}'"
     )
-    print("  kvring chat, kvring status; Ctrl-C ends it", flush=True)
+    where = "" if url == DEFAULT_URL else f" --url {url}"
+    print(f"  kvring chat{where}, kvring status{where}; Ctrl-C ends it", flush=True)
 
 
 def _watch(wanted: Options, config: Config, children: list[Child]) -> None:

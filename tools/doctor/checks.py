@@ -25,6 +25,7 @@ class See(StrEnum):
 
     PORT = "#port-in-use"
     STAGE = "#stage-not-heard-of"
+    SERVER = "#no-server"
     MEMORY = "#not-enough-memory"
     KEYS = "#keys"
     CLOCK = "#clock"

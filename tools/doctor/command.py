@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from collections.abc import Iterator
@@ -45,6 +46,7 @@ class Answers:
     states: dict[str, tuple[str, str]] = field(default_factory=dict)
     measured: dict[str, Measured] = field(default_factory=dict)
     checks: list[Check] = field(default_factory=list)  # what kept from asking
+    asked: bool = True  # False: whoever runs, none of them could be asked
 
     @property
     def anybody(self) -> bool:
@@ -147,7 +149,8 @@ def _ring(
         yield _http(config.coordinator.http)
     answering = dict(_answering(config, answers))
     bound = {f"coordinator {name}" for name in answers.bound}
-    yield from place_checks(places_of(config), answering, bound, anybody=answers.anybody)
+    places = places_of(config)
+    yield from place_checks(places, answering, bound, anybody=answers.anybody, asked=answers.asked)
     if found.need is not None:
         yield from memory_checks(mine, config.limits, found.need, tuple(answers.states))
     yield files_check(config.limits.connections if coordinator_here else None)
@@ -198,8 +201,8 @@ def _ask(config: Config, url: str | None, api_key: str | None) -> Answers:
             state = client.ready()
         except ToolError as error:
             if url is not None:
-                answers = Answers()
-                answers.checks.append(fail("coordinator", error.message, "", See.STAGE))
+                answers = Answers(asked=False)
+                answers.checks.append(fail("coordinator", error.message, "", See.SERVER))
                 return answers
         else:
             return _ask_coordinator(config, client, state.detail)
@@ -211,6 +214,7 @@ def _ask_coordinator(config: Config, client: Client, missing: str) -> Answers:
     try:
         said = client.get("/ring")
     except ServerError as error:
+        answers.asked = False
         advice = "give its --api-key, one that is marked admin"
         answers.checks.append(fail("coordinator", error.message, advice, See.KEYS))
         return answers
@@ -269,6 +273,7 @@ def _join(config: Config) -> Answers:
     try:
         trust = trust_of_coordinator(config)
     except ToolError as error:
+        answers.asked = False
         answers.checks.append(warn("measure", f"without its key: {error.message}", "", See.KEYS))
         return answers
     for ring in config.rings:
@@ -281,8 +286,8 @@ def _join(config: Config) -> Answers:
         try:
             heard = join(config, ring, trust)
         except LinkError as error:
-            advice = "run this on the coordinator's machine, or give its --url"
-            answers.checks.append(warn(what, str(error), advice))
+            answers.asked = False
+            answers.checks.append(_unbound(config, ring, error))
             continue
         answers.bound.append(ring.name)
         answers.states |= {
@@ -295,3 +300,16 @@ def _join(config: Config) -> Answers:
         else:
             answers.checks.append(nobody)
     return answers
+
+
+def _unbound(config: Config, ring: Ring, error: LinkError) -> Check:
+    """Why this process could not be the ring's coordinator for a moment, and what to do."""
+    what = f"measure {ring.name}"
+    why = taken(ring.listen) if is_own(ring.verdicts) else None
+    if why is None or why.errno != errno.EADDRINUSE:
+        advice = "run this on the coordinator's machine, or give its --url"
+        return warn(what, str(error), advice)
+    said = f"{ring.listen} is taken, and nobody answers at http://{config.coordinator.http}"
+    advice = "if a coordinator runs with another --http, give that as --url http://HOST:PORT; "
+    advice += "else stop what listens there (ss -ltnp), or choose another port"
+    return fail(what, said, advice, See.PORT)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from tools.doctor.checks import Check, See, fail, ok
+from tools.doctor.checks import Check, See, fail, ok, warn
 from transport.address import listening
 from transport.config import Config, Ring, Stage
 from transport.reach import connect, parts
@@ -100,9 +100,14 @@ def _host_port(address: str) -> tuple[str, int]:
 
 
 def place_checks(
-    places: list[Place], answering: dict[str, Check], bound: set[str], *, anybody: bool
+    places: list[Place],
+    answering: dict[str, Check],
+    bound: set[str],
+    *,
+    anybody: bool,
+    asked: bool = True,
 ) -> Iterator[Check]:
-    """A line for each address; anybody: some process of the ring runs.
+    """A line for each address; anybody: some process of the ring runs; asked: one could be asked.
 
     answering: the lines of what was heard of. bound: what was bound a moment ago, and so is free.
     """
@@ -112,21 +117,25 @@ def place_checks(
         elif place.what in bound:
             yield ok(place.what, f"{place.listen} is free to bind")
         elif place.own:
-            yield _own(place, anybody=anybody)
+            yield _own(place, anybody=anybody, asked=asked)
         else:
             yield _others(place)
 
 
-def _own(place: Place, *, anybody: bool) -> Check:
+def _own(place: Place, *, anybody: bool, asked: bool) -> Check:
     why = taken(place.listen)
     if why is None and not anybody:
         return ok(place.what, f"{place.listen} is free to bind")
     if why is None:
         said = f"{place.listen}: nobody listens"
         return fail(place.what, said, f"start it: {place.start}", See.STAGE)
+    if why.errno == errno.EADDRINUSE and not asked:
+        said = f"{place.listen} is taken, by {place.what} or by another: nobody could be asked"
+        return warn(place.what, said)
     if why.errno == errno.EADDRINUSE:
         said = f"{place.listen} is taken, and nothing was heard of {place.what} from there"
-        advice = "stop what listens there (ss -ltnp), choose another port, or wait until it loaded"
+        advice = "if it is that process, it still loads or has other keys (see its log); "
+        advice += "else stop what listens there (ss -ltnp), or choose another port"
         return fail(place.what, said, advice, See.PORT)
     said = f"{place.listen} can't be bound ({why.strerror or why})"
     return fail(place.what, said, "set `bind` beside `address` in ring.toml", See.PORT)

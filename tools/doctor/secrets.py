@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,8 @@ from transport.address import exposed
 from transport.config import Config
 from transport.keys import KeyFileError, read_secret
 from transport.link import public_of
+
+WRITTEN = "put the file there that kvring keygen wrote for it"
 
 
 def key_checks(config: Config, *, insecure: bool) -> Iterator[Check]:
@@ -48,12 +51,20 @@ def _pair(who: str, public: str | None, file: str | None, *, here: bool) -> Chec
     try:
         secret = read_secret(Path(file))
     except KeyFileError as error:
-        advice = "put the file there that kvring keygen wrote for it"
-        return (fail if here else warn)(what, str(error), advice, See.KEYS)
+        return (fail if here else warn)(what, str(error), _todo(Path(file)), See.KEYS)
     if public_of(secret) != public:
         said = f"{file} is not the secret to the public key {public}"
-        return fail(what, said, "put the file there that kvring keygen wrote for it", See.KEYS)
+        return fail(what, said, WRITTEN, See.KEYS)
     return ok(what, f"public {public}, {file} is its secret, and only you can read it")
+
+
+def _todo(file: Path) -> str:
+    """For a secret that can't be taken; nothing where the error says it: chmod, chown."""
+    try:
+        found = file.stat()
+    except OSError:
+        return WRITTEN
+    return "" if found.st_uid != os.geteuid() or found.st_mode & 0o077 else WRITTEN
 
 
 def api_checks(http: str, file: Path | None) -> Iterator[Check]:

@@ -92,8 +92,8 @@ def measure(config: Config, ring: Ring, url: str | None, api_key: str | None) ->
 
 
 def _same(found: Measured, ring: Ring) -> Measured:
-    runs = [(each.name, each.layers) for each in found.machines]
-    wanted = [(stage.name, stage.layers) for stage in ring.stages]
+    runs = ", ".join(f"{each.name} {list(each.layers)}" for each in found.machines)
+    wanted = ", ".join(f"{stage.name} {list(stage.layers)}" for stage in ring.stages)
     if runs != wanted:
         raise ToolError(f"the stages run {runs}, and ring.toml says {wanted}: start them again")
     return found
