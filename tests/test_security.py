@@ -114,8 +114,9 @@ def test_http_without_api_keys_listens_on_loopback_only(
     fleet: Fleet, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     host = own_address()
-    said = (f"HTTP address {host}:0", "no API keys", "--api-key-file", "--insecure", "container")
+    said = (f"HTTP address {host}:0", "no API keys", "give --api-key KEY", "--insecure")
     refused(capfd, 2, ["up", "--model", "toy", "--http", f"{host}:0"], *said)
+    said = (f"HTTP address {host}:0", "no API keys", "--api-key-file", "--insecure", "container")
     ring = write_ring(tmp_path / "ring.toml", stages=1)
     assert_clear(fleet.coord(ring, "--http", f"{host}:0"), 2, *said)
     keyed = fleet.coord(ring, "--http", f"{host}:0", "--api-key", "k" * 20)

@@ -185,7 +185,7 @@ def run_up(*, elsewhere: Elsewhere | None = None, **options: object) -> int:
 def _plan(wanted: Options, folder: Path) -> Config:
     """Rings on this machine: layers split evenly, cores shared, links in the run's folder."""
     if not wanted.insecure:
-        check_http(wanted.http, keys=wanted.api_key is not None, insecure=False)
+        check_http(wanted.http, keys=wanted.api_key is not None, insecure=False, file=False)
     http = _free_address(wanted.http)
     path, total, longest = _model(wanted.model)
     if wanted.stages > total:
@@ -370,7 +370,11 @@ def _greet(wanted: Options, config: Config) -> None:
         "max_tokens": 32,
     }
     key = " -H 'Authorization: Bearer KEY'" if wanted.api_key else ""
-    print(f"{config.model.name} ({config.model.dtype}) is ready at {url}")
+    model = config.model
+    precision = [model.dtype]
+    precision += [f"{model.weights} weights"] if model.weights != "dtype" else []
+    precision += [f"{model.activations} activations"] if model.activations != "dtype" else []
+    print(f"{model.name} ({', '.join(precision)}) is ready at {url}")
     print(
         f"  stages: {layers}; {config.limits.slots} slots of {config.limits.max_model_len} tokens"
     )
@@ -385,6 +389,7 @@ def _greet(wanted: Options, config: Config) -> None:
         f"-d '{json.dumps(body)}'"
     )
     where = "" if url == DEFAULT_URL else f" --url {url}"
+    where += " --api-key KEY" if wanted.api_key else ""
     print(f"  kvring chat{where}, kvring status{where}; Ctrl-C ends it", flush=True)
 
 

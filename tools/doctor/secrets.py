@@ -84,7 +84,8 @@ def api_checks(http: str, file: Path | None) -> Iterator[Check]:
         found = parse_keys(text)
         mode = file.stat().st_mode
     except (OSError, UnicodeDecodeError, ValueError) as error:
-        yield fail("api keys", f"{file}: {error}", "kvring apikey NAME makes its lines", See.KEYS)
+        said = f"{file}: {getattr(error, 'strerror', None) or error}"
+        yield fail("api keys", said, "kvring apikey NAME makes its lines", See.KEYS)
         return
     shown = f"{file}: {len(found)} keys, mode {stat.S_IMODE(mode):04o}"
     if not found:
