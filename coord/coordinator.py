@@ -432,13 +432,13 @@ class Coordinator:
     def _send(self, action: Send) -> None:
         frame = action.frame
         push = self._pushes.get(frame.ring)
+        now_ns, wall_ns = time.monotonic_ns(), time.time_ns()  # before anybody can have it
         direction, envelope = Direction.UNSENT, None
         if push is not None:  # else closing
             try:
                 direction, envelope = Direction.OUT, push.send(frame)
             except LinkError as error:  # the frame's timeout will call the roll
                 self._log.warning("frame_not_sent", ring=frame.ring, error=str(error))
-        now_ns, wall_ns = time.monotonic_ns(), time.time_ns()
         record = Record(now_ns, wall_ns, direction, frame.ring, frame, envelope)
         self._record(record, None if push is None or envelope is None else push.header)
 

@@ -222,16 +222,16 @@ class Worker:
         return core.handle(frame, now_ns / 1e9)
 
     def _send(self, push: PushLink, frame: Frame) -> None:
+        now_ns, wall_ns = time.monotonic_ns(), time.time_ns()  # before anybody can have it
         direction, envelope = Direction.UNSENT, None
         try:
             direction, envelope = Direction.OUT, push.send(frame)
         except LinkError as error:  # the coordinator's frame timeout will call the roll
             self._log.warning("frame_not_sent", error=str(error))
         if self._recorder is not None:
-            now_ns = time.monotonic_ns()
             self._recorder.record(
                 now_ns,
-                time.time_ns(),
+                wall_ns,
                 direction,
                 push.address,
                 frame,

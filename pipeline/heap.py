@@ -36,8 +36,12 @@ def lean() -> Iterator[None]:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of zeros; on CPU what nobody has written takes no memory."""
+    """A tensor of zeros; on CPU unwritten ones take no memory. MemoryError where there is none."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    pages = mmap.mmap(-1, prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    size = prod(shape) * dtype.itemsize
+    try:
+        pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"no room for {size:,} bytes") from error
     return torch.frombuffer(pages, dtype=dtype).view(shape)

@@ -58,7 +58,7 @@ def load_model(
             threads=spec.threads,
             progress=progress,
         )
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         raise ModelError(
@@ -82,12 +82,13 @@ def check_device(device: str) -> None:
         )
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether torch failed for want of memory; on a CPU it says so in words alone."""
+def is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
+    """Whether there was no room; torch on a CPU says so in words alone."""
     import torch
 
     words = ("can't allocate memory", "not enough memory")
-    return isinstance(error, torch.OutOfMemoryError) or any(each in str(error) for each in words)
+    kinds = (torch.OutOfMemoryError, MemoryError)
+    return isinstance(error, kinds) or any(each in str(error) for each in words)
 
 
 def _open(

@@ -338,7 +338,7 @@ def _variant(ring: RingFile, path: Path, what: str) -> RingFile:
     ("what", "words"),
     [
         ("weights", ["s0", "s1", "different weights"]),
-        ("dtype", ["s0", "s1", "different weights, precision", "bfloat16"]),
+        ("dtype", ["s0", "s1", "different weights or precision", "bfloat16"]),
         ("short of the end", ["s1", "layers"]),
     ],
 )
@@ -459,6 +459,7 @@ def test_clients_that_send_half_a_request(toy: str) -> None:
         ("cuda:99", 1, ["device cuda:99", "installation of torch", "GPUs"]),
         ("cuda:x", 1, ["device cuda:x", "none of that name"]),
         ("cpu", 1024, ["not enough memory on cpu", "[0, 1)", "1024 slots of 1048576 rows"]),
+        ("cpu", 1 << 40, ["not enough memory on cpu", "1099511627776 slots of 1048576 rows"]),
     ],
 )
 def test_a_block_that_has_no_place(

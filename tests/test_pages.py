@@ -143,7 +143,7 @@ def test_an_error_of_the_api_says_where_to_read_on() -> None:
 def test_a_ring_that_is_not_ready_is_explained_by_what_is_missing() -> None:
     for words, at in (
         ("r: stage s1 (tcp://h:1) has not been heard of", "stage-not-heard-of"),
-        ("stages s0 and s1 have different weights, precision or", "different-weights"),
+        ("stages s0 and s1 have different weights or precision (3", "different-weights"),
         ("stage s1 is loading: layer 3", "not-ready"),
     ):
         assert anchor(words, "not_ready") == at

@@ -201,6 +201,10 @@ def answering(*parts: bytes) -> Iterator[str]:
                 client.recv(65536)
                 for part in parts:
                     client.sendall(part)
+                # Closed with some of the request unread, it would be reset, and its answer lost.
+                client.shutdown(socket.SHUT_WR)
+                while client.recv(65536):
+                    pass
 
         thread = threading.Thread(target=serve)
         thread.start()
