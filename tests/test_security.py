@@ -114,11 +114,12 @@ def test_http_without_api_keys_listens_on_loopback_only(
     fleet: Fleet, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     host = own_address()
-    said = (f"HTTP address {host}:0", "no API keys", "give --api-key KEY", "--insecure")
-    refused(capfd, 2, ["up", "--model", "toy", "--http", f"{host}:0"], *said)
-    said = (f"HTTP address {host}:0", "no API keys", "--api-key-file", "--insecure", "container")
+    said = (f"HTTP address {host}:0", "no API keys", "--insecure")
+    up = ["up", "--model", "toy", "--http", f"{host}:0"]
+    refused(capfd, 2, up, *said, "give --api-key KEY")
     ring = write_ring(tmp_path / "ring.toml", stages=1)
-    assert_clear(fleet.coord(ring, "--http", f"{host}:0"), 2, *said)
+    coord = fleet.coord(ring, "--http", f"{host}:0")
+    assert_clear(coord, 2, *said, "--api-key-file", "container")
     keyed = fleet.coord(ring, "--http", f"{host}:0", "--api-key", "k" * 20)
     until("it listens", lambda: '"event": "listening"' in keyed.errors)
     keyed.popen.terminate()
