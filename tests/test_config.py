@@ -143,6 +143,7 @@ MISTAKES: list[tuple[str, str, int, str | None, str]] = [
     ('"models/x.gguf"', "3", 3, "model.path", "must be a string, not 3"),
     ('"float32"', '"float8"', 5, "model.dtype", "must be one of bfloat16, float32, float16, not"),
     ("exact = false", 'weights = "int3"', 6, "model.weights", "one of dtype, int8, int4, not"),
+    ('"models/x.gguf"', '"toy"\nweights = "int8"', 4, "model.weights", "the toy has no weights"),
     ("exact = false", 'activations = "fp4"', 6, "model.activations", "must be one of dtype, fp8"),
     ('"models/x.gguf"', '"hf://org"', 3, "model.path", "must be hf://org/name or"),
     ('"models/x.gguf"', '"hf://../x"', 3, "model.path", "must be hf://org/name or"),

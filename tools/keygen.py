@@ -38,8 +38,9 @@ def run_keygen(*, ring: Path | None, names: list[str], folder: Path | None, forc
         print("[coordinator]" if name == COORDINATOR else f"# in [[ring.stage]] {name}")
         print(f'public_key = "{public}"')
         print(f'secret_key_file = "{where / name}.secret"\n')
+    pairs = "1 pair is" if len(made) == 1 else f"{len(made)} pairs are"
     print(
-        f"{len(made)} pairs are in {folder}. Put the lines into ring.toml, the same file on every "
+        f"{pairs} in {folder}. Put the lines into ring.toml, the same file on every "
         "machine; give each process its own .secret file and no other.",
         file=sys.stderr,
     )

@@ -252,6 +252,9 @@ def _model(table: Table) -> Model:
     exact = table.take("exact", bool, True)
     weights = table.choice("weights", WEIGHTS, "dtype")
     activations = table.choice("activations", ACTIVATIONS, "dtype")
+    for key, value in (("weights", weights), ("activations", activations)):
+        if path == TOY and value != "dtype":
+            table.fail(f"the toy has no weights that could be {value}", key)
     table.finish()
     return Model(path, name, dtype, exact, weights, activations)
 
