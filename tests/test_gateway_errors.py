@@ -13,7 +13,9 @@ import structlog
 
 from coord.actions import TurnError
 from coord.gateway import Settings, build_app
+from coord.http.errors import sse_error
 from coord.http.keys import hold
+from coord.http.sse import encode_event, encode_named
 from coord.tokenizer import ByteTokenizer
 from tests.fake_engine import FakeEngine, fails, says
 
@@ -454,3 +456,20 @@ def test_a_turn_that_never_ends_is_a_504() -> None:
 def test_an_engine_that_just_stops_is_a_500() -> None:
     engine = FakeEngine(says("x")[:-1])
     assert post(CHAT, HI, engine=engine)["status"] == 500
+
+
+# ---- what readers of lines see ------------------------------------------------------------------
+
+LINE_ENDS = "".join(map(chr, (*range(0x20), 0x7F, 0x85, 0x2028, 0x2029)))
+
+
+def test_an_event_is_one_line_to_every_reader() -> None:
+    """httpx and str.splitlines end lines at more characters than an event stream does."""
+    said = {"text": f"a{LINE_ENDS}b", LINE_ENDS: 1}
+    refused = sse_error(TurnError(400, "invalid_value", f"no {LINE_ENDS} here"))
+    for sent in (encode_event(said), encode_named("ring", said), refused):
+        lines = list(httpx.Response(200, stream=httpx.ByteStream(sent)).iter_lines())
+        (data, *_) = [line for line in lines if line.startswith("data: ")]
+        assert len(lines) == sent.count(b"\n")
+        found = json.loads(data.removeprefix("data: "))
+        assert found == said or LINE_ENDS in found["error"]["message"]

@@ -227,6 +227,8 @@ CASES: list[tuple[Sequence[bytes], Outcome, str | None]] = [
     ((HEAD, b"\r\n", event("a"), ERROR), Outcome.ERROR, "0 times [DONE]"),
     ((HEAD, b"\r\n", event("a"), DONE), Outcome.COMPLETE, "finishes of its choices: [0]"),
     ((HEAD, b"\r\n", event("a")), Outcome.CUT, None),  # is a coordinator's death the reason?
+    ((HEAD, b"\r\n", event("a"), event("b")[:40]), Outcome.CUT, None),
+    ((HEAD, b"\r\n", event("a"), event("b")[:-1]), Outcome.CUT, None),
     ((HEAD, b"content-length: 900\r\n\r\n", event("a")), Outcome.CUT, None),
 ]
 

@@ -7,7 +7,6 @@ One envelope on every path (case 43): {"error": {message, type, param, code}}, a
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Collection
 
 import structlog
@@ -19,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coord.actions import TurnError
 from coord.help import pointer
+from coord.http.jsonline import dump_line
 from coord.http.keys import ANYBODY, Caller, Keyring
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -184,5 +184,4 @@ class Edge:
 
 def sse_error(error: TurnError) -> bytes:
     """The end of a stream that failed: one error object, and [DONE] (case 41)."""
-    data = json.dumps(body_of(error), ensure_ascii=False, separators=(",", ":"))
-    return f"event: error\ndata: {data}\n\ndata: [DONE]\n\n".encode()
+    return f"event: error\ndata: {dump_line(body_of(error))}\n\ndata: [DONE]\n\n".encode()

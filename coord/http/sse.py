@@ -6,7 +6,6 @@ Knows bytes and connections; what the events say is coord.http.answer's.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
@@ -16,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from coord.http.errors import ClientGoneError
+from coord.http.jsonline import dump_line
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -23,8 +23,7 @@ KEEP_ALIVE = b": keep-alive\n\n"
 
 def encode_event(payload: Mapping[str, Any]) -> bytes:
     """One event."""
-    text = json.dumps(payload, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return f"data: {text}\n\n".encode()
+    return f"data: {dump_line(payload)}\n\n".encode()
 
 
 def encode_named(name: str, payload: Mapping[str, Any]) -> bytes:

@@ -122,13 +122,23 @@ class Asker:
 
 
 def _events(record: Record, answer: httpx.Response) -> Iterator[Json]:
-    """The JSON objects of a stream; counts what ends it."""
+    """The JSON objects of a stream; counts what ends it.
+
+    An event counts once the empty line behind it has come: who dies may leave half of one.
+    """
+    data: str | None = None
     for line in answer.iter_lines():
-        if line == "data: [DONE]":
+        if line.startswith("data: "):
+            data = line.removeprefix("data: ")
+        elif line or data is None:
+            continue
+        elif data == "[DONE]":
             record.dones += 1
-        elif line.startswith("data: "):
+            data = None
+        else:
             record.behind += record.dones
-            yield json.loads(line.removeprefix("data: "))
+            yield json.loads(data)
+            data = None
 
 
 def _note(record: Record, event: Json) -> None:
