@@ -54,14 +54,11 @@ class Place:
         return next((at for at, state in said if state == "ready"), None)
 
     def stream(self) -> Watched:
-        """A reply that has begun. A ring that forms once more after the last fault refuses one."""
-
-        def begun() -> Watched | None:
-            watched = Watched(self.ring.url, PROMPT, REPLY)
-            until("tokens come", lambda: len(watched.tokens) > 5 or watched.ended_at)
-            return watched if len(watched.tokens) > 5 else None
-
-        return until("a reply begins", begun)
+        """A reply that has begun. A ring that just missed heartbeats would refuse it."""
+        until("the ring is whole", lambda: processes.readiness(self.ring.url)["ready"])
+        watched = Watched(self.ring.url, PROMPT, REPLY)
+        until("tokens come", lambda: len(watched.tokens) > 5)
+        return watched
 
     def survives(
         self, watched: Watched, cut_at: float, mend: Callable[[], None], bound_s: float

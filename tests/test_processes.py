@@ -294,7 +294,7 @@ def test_a_lost_turn_fails_within_its_bound(fleet: Fleet, tmp_path: Path) -> Non
         assert refused.headers["retry-after"]
         return "s1" in refused.json()["error"]["message"]
 
-    until("the refusal names the stage", named)
+    until("the refusal names the stage", named, 10.0)
 
 
 # ---- ending --------------------------------------------------------------------------------------

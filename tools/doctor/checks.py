@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import TextIO
 
+from coord.help import PAGE
 from tools.terminal import paint
-
-PAGE = "docs/troubleshooting.md"
 
 
 class Level(StrEnum):
