@@ -16,7 +16,7 @@ from pipeline.linears import Linear
 from pipeline.model import ModelInfo
 from pipeline.torch_model import TorchModel
 from pipeline.weights import ModelError, Source, open_model
-from tests.modelchain import Chain, chain, check_schedules, segment
+from tests.modelchain import chain, check_schedules, segment
 from tests.modelfile import ROOT, default_model
 from tests.tinymodels import reference, write_directory
 from transport.frame import Sampling

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import TextIO
 
-from coord.help import PAGE
+from coord.help import PAGE as PAGE
 from tools.terminal import paint
 
 
