@@ -50,7 +50,9 @@ class Profile:
         modules = [each for _, layer in model._layers for each in layer.modules()]
         self.linears = [each for each in modules if isinstance(each, Linear)]
         dtype, device = model._dtype, model._device
-        padding = padded(rows, ROWS) if model._kernels.exact else rows
+        tiled = model._kernels.exact and model._kernels.native is None
+        padding = padded(rows, ROWS) if tiled else rows
+        self.tiled = tiled
         self.inputs: dict[int, torch.Tensor] = {}
         for linear in [*self.linears, model._head]:
             width = linear.width
@@ -73,14 +75,14 @@ class Profile:
             linear(self.inputs[linear.width])
         head = self.model._head
         rows = self.inputs[head.width]
-        head(rows[:, : padded(self.want, ROWS)])
+        head(rows[:, : padded(self.want, ROWS) if self.tiled else self.want])
 
     @torch.inference_mode()
     def attention(self) -> None:
         """Writing keys and values and attending, in every layer."""
         model, end = self.model, self.context + self.rows
         cut = spans(self.context, end, model._heads // model._groups, model._kernels)
-        plan = Plan([Part(0, self.context, end, 0, cut)], model._caches)
+        plan = Plan([Part(0, self.context, end, 0, cut)], model._caches, model._kernels.native)
         for layer in model._caches:
             attention(
                 plan, layer, self.query, self.key, self.key, scaling=model._size**-0.5, window=None

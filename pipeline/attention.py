@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from pipeline.kernels import Span, attend
+from pipeline.native.library import Library
 
 ATTENTION = "kvring"
 
@@ -39,6 +40,15 @@ class Plan:
 
     parts: list[Part]
     caches: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    native: Library | None = None
+    _table: torch.Tensor | None = None
+
+    def table(self) -> torch.Tensor:
+        """The parts as native kernels take them: int64 [parts, 4]."""
+        if self._table is None:
+            numbers = [(part.slot, part.start, part.end, part.at) for part in self.parts]
+            self._table = torch.tensor(numbers, dtype=torch.int64).view(-1, 4)
+        return self._table
 
 
 def attention(
@@ -81,6 +91,12 @@ def attention(
                 sinks=sinks,
             )
             out[low:high] = found.transpose(0, 1)
+    if plan.native is not None:
+        if query.stride(2) != 1:
+            query = query.contiguous()
+        plan.native.attention(
+            plan.table(), query, keys, values, out, scaling=scaling, window=window, sinks=sinks
+        )
     return out
 
 

@@ -54,6 +54,7 @@ class Experts(nn.Module):
         if hasattr(library, "act_fn"):
             library.act_fn = Activation(library.act_fn)
         self._gate = library._apply_gate
+        self._exact = kernels.exact
         self._up: list[Linear] = []
         self._down: list[Linear] = []
         for index in range(library.num_experts):
@@ -70,7 +71,7 @@ class Experts(nn.Module):
         for expert in torch.unique(counted).tolist():
             row, place = torch.where(counted == expert)
             x = hidden[row]
-            if self._up[expert].rows:
+            if self._exact:
                 x = nn.functional.pad(x, (0, 0, 0, padded(len(row), ROWS) - len(row)))
             inner = self._up[expert](x[None])
             # gpt_oss's gate has no module to put in_vectors into: so few that one thread does them

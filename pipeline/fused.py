@@ -9,6 +9,7 @@ slot, no frame and no file.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +19,9 @@ from pipeline.attention import ATTENTION, Part, Plan, attention
 from pipeline.kernels import KEYS, PLAIN, ROWS, Kernels, in_vectors, spans
 from pipeline.linears import Linear
 
-TOLERANCE = 1e-5  # of the largest value, in float32: 12 roundings; a wrong detail is 1e-2 and more
+# of the largest value: of 12 roundings; in float32 a wrong detail is 1e-2 and more
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+Make = Callable[[Any], nn.Module]
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _PRODUCTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
@@ -60,6 +63,8 @@ class Fused(nn.Module):
     Called like it, with the forward's `plan`.
     """
 
+    paired = False  # the weights of gate and up alternate, as native kernels take them
+
     def __init__(self, layer: Any, kernels: Kernels) -> None:
         super().__init__()
         attn, mlp = layer.self_attn, layer.mlp
@@ -71,14 +76,14 @@ class Fused(nn.Module):
         self.groups = attn.k_proj.out_features // self.size
         self.width: int = mlp.gate_proj.out_features
         self.norm, self.norm_2 = _norm(layer.input_layernorm), _norm(layer.post_attention_layernorm)
-        self.head_norms: tuple[nn.Module, nn.Module] | None = None
+        self.head_norms: tuple[Norm, Norm] | None = None
         if hasattr(attn, "q_norm"):
             self.head_norms = _norm(attn.q_norm), _norm(attn.k_norm)
         self.act = mlp.act_fn
         self.exact = kernels.exact
         self.qkv = _product(attn, ("q_proj", "k_proj", "v_proj"), kernels)
         self.out = _product(attn, ("o_proj",), kernels)
-        self.gate_up = _product(mlp, ("gate_proj", "up_proj"), kernels)
+        self.gate_up = _product(mlp, ("gate_proj", "up_proj"), kernels, paired=self.paired)
         self.down = _product(mlp, ("down_proj",), kernels)
 
     def forward(
@@ -135,7 +140,9 @@ def _window(attn: Any) -> int | None:
     return window
 
 
-def _product(module: Any, names: tuple[str, ...], kernels: Kernels) -> Linear:
+def _product(
+    module: Any, names: tuple[str, ...], kernels: Kernels, *, paired: bool = False
+) -> Linear:
     """One product with the weights of several, which `module` loses."""
     parts = [getattr(module, name) for name in names]
     biases = [part.bias.data for part in parts if part.bias is not None]
@@ -143,7 +150,7 @@ def _product(module: Any, names: tuple[str, ...], kernels: Kernels) -> Linear:
     for name in names:
         delattr(module, name)
     del parts
-    return Linear(weight, torch.cat(biases) if biases else None, kernels)
+    return Linear(weight, torch.cat(biases) if biases else None, kernels, paired=paired)
 
 
 # ---- where it is the same ------------------------------------------------------------------------
@@ -161,12 +168,16 @@ def products(layer: Any) -> list[tuple[int, int]]:
     return [(sum(each.out_features for each in g), g[0].in_features) for g in groups]
 
 
-def suits(family: Any, config: Any) -> bool:
+def suits(
+    family: Any, config: Any, make: Make | None = None, dtype: torch.dtype = torch.float32
+) -> bool:
     """True when the model's layers may be Fused: on a tiny layer of each type both give the same.
 
     The tiny layer has the config's own switches (biases, activation, norms of heads, window) and
-    random weights; the same for every stage of a model.
+    random weights; the same for every stage of a model. make: another kind of layer, which
+    consumes the library's; dtype: what it computes in, the library's in float32.
     """
+    make = make or (lambda layer: Fused(layer, PLAIN))
     tiny = copy.deepcopy(config)
     for name, size in _TINY.items():
         setattr(tiny, name, size)
@@ -178,27 +189,32 @@ def suits(family: Any, config: Any) -> bool:
     with torch.device("meta"):  # a mixture's experts are not tiny
         if not all(_llama_like(family.layer(tiny, index)) for index in firsts.values()):
             return False
-    return all(_same(family.layer(tiny, index)) for index in firsts.values())
+    return all(_same(family.layer(tiny, index), make, dtype) for index in firsts.values())
 
 
-def _same(layer: nn.Module) -> bool:
+def _same(layer: nn.Module, make: Make, dtype: torch.dtype) -> bool:
     generator = torch.Generator().manual_seed(4)
+
+    def random(*shape: int) -> Tensor:  # as the dtype has them, so that both compute with the same
+        return torch.randn(shape, generator=generator).to(dtype).float()
+
     for value in layer.state_dict().values():  # norms and biases too: ones and zeros hide mistakes
-        value.copy_(torch.randn(value.shape, generator=generator) * value.shape[-1] ** -0.5)
+        value.copy_(random(*value.shape).mul_(value.shape[-1] ** -0.5).to(dtype))
     layer.eval().requires_grad_(False)
     rows, size = 2 * ROWS, _TINY["head_dim"]
-    hidden = torch.randn(1, rows, _TINY["hidden_size"], generator=generator)
-    cos, sin = torch.randn(2, 1, rows, size, generator=generator)
+    first = random(1, rows, _TINY["hidden_size"])
+    turn = random(2, 1, rows, size)
     found = []
-    for module in (layer, None):
-        pair = torch.zeros(2, 1, _TINY["num_key_value_heads"], KEYS, size)
+    for module, kind in ((layer, torch.float32), (None, dtype)):
+        hidden, (cos, sin) = first.to(kind, copy=True), turn.to(kind)
+        pair = torch.zeros(2, 1, _TINY["num_key_value_heads"], KEYS, size, dtype=kind)
         part = Part(0, 0, rows, 0, spans(0, rows, 2, PLAIN))
         index: int = layer.self_attn.layer_idx  # type: ignore[assignment,union-attr]
         plan = Plan([part], {index: (pair[0], pair[1])})
-        run = module or Fused(layer, PLAIN)
+        run = module or make(layer.to(kind))
         found.append((run(hidden, position_embeddings=(cos, sin), plan=plan), pair))
     return all(
-        bool((ours - theirs).abs().max() <= TOLERANCE * theirs.abs().max())
+        bool((ours.float() - theirs).abs().max() <= TOLERANCE[dtype] * theirs.abs().max())
         for theirs, ours in zip(*found, strict=True)
     )
 

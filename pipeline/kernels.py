@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from pipeline.native.library import Library
+
 ROWS = 8  # float32 GEMM with fewer than 4 rows, and attention with 1 to 3, are other kernels
 KEYS = 512  # scaled_dot_product_attention's key block on CPU: a partial one may sum differently
 KEY_STEPS = (64, 256, KEYS)  # what a view is rounded up to; with MKL's float32 256, on AMX 64 do
@@ -31,6 +33,8 @@ class Kernels:
 
     weights: "dtype" as they are, or "int8" or "int4" in the layers' linears and experts.
     fused: the layers are pipeline.fused's. keys: attention looks at a multiple of so many.
+    native: products and attention are its, then tiles do not matter; whole: fused layers too, each
+    in one call. why_torch: why there is no native, where it was looked for.
     """
 
     exact: bool
@@ -41,6 +45,9 @@ class Kernels:
     weights: str = "dtype"
     fused: bool = False
     keys: int = KEYS
+    native: Library | None = None
+    whole: bool = False
+    why_torch: str = ""
 
     def describe(self, dtype: torch.dtype, device: torch.device) -> str:
         """The kernels' identity in words: equal text, equal bits (for one model)."""
@@ -53,6 +60,9 @@ class Kernels:
         name = str(dtype).removeprefix("torch.")
         if self.weights != "dtype":
             linear, name = f"{self.weights} linear", f"{name} with {self.weights} weights"
+        if self.native is not None:
+            layers = "; whole layers" if self.whole else layers
+            return f"exact; torch {torch.__version__}; {self.native.describe()}{layers}; {name}"
         if not self.exact:
             reason = f" ({self.why_not})" if self.why_not else ""
             return (
@@ -61,6 +71,7 @@ class Kernels:
         return (
             f"exact; torch {torch.__version__}; {where}; {linear} of {self.linear_rows} rows; "
             f"attention of {self.attention_rows} rows, {self.keys} keys{layers}; {name}"
+            + (f"; not native: {self.why_torch}" if self.why_torch else "")
         )
 
 
@@ -95,9 +106,11 @@ class Span:
 def spans(start: int, end: int, group: int, kernels: Kernels) -> list[Span]:
     """Cut a segment's query rows [start, end) into attention calls.
 
-    group: query heads per key head. In a folded call the rows are the group's heads times the
-    tokens; else each head has its own rows.
+    Native kernels take it whole: none. group: query heads per key head. In a folded call the rows
+    are the group's heads times the tokens; else each head has its own rows.
     """
+    if kernels.native is not None:
+        return []
     if not kernels.exact:
         fold = group * (end - start) <= FOLD_ROWS
         rows = (end - start) * (group if fold else 1)

@@ -19,6 +19,7 @@ from pipeline.families import Family, ropes, variant
 from pipeline.fused import Fused, products, suits
 from pipeline.kernels import Kernels
 from pipeline.linears import Linear
+from pipeline.native.layer import Native
 from pipeline.probe import Work
 
 _ACTIVATIONS = ("act_fn", "activation_fn")  # what the families' perceptrons call theirs
@@ -83,7 +84,7 @@ def make_layer(family: Family, config: Any, index: int, read: Read, kernels: Ker
         for name in layer.state_dict():
             owner, _, last = name.rpartition(".")
             setattr(layer.get_submodule(owner), last, nn.Parameter(read(name), requires_grad=False))
-        return Fused(layer, kernels)
+        return Native(layer, kernels) if kernels.whole else Fused(layer, kernels)
     _fill(layer, "", read, kernels)
     return layer
 

@@ -25,14 +25,29 @@ _AT_ONCE = 512  # rows quantised together: their float32 copy is small beside a 
 class Linear(nn.Module):
     """y = x W^T + b for x [1, rows, in]; in exact mode rows must be a multiple of 8.
 
-    weight: [out, in], consumed: the packed or quantised form replaces it.
+    weight: [out, in], consumed: the packed or quantised form replaces it. By native kernels any
+    number of rows; wide: there, y is of float32. paired: for a native layer alone, see Native.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, kernels: Kernels) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        kernels: Kernels,
+        *,
+        wide: bool = False,
+        paired: bool = False,
+    ) -> None:
         super().__init__()
         self.width, self.dtype, self.device = weight.shape[1], weight.dtype, weight.device
-        self.call = _product(weight, bias, kernels)
-        self.rows = kernels.linear_rows if kernels.exact else 0
+        native = kernels.native
+        self.weight = native.pack(weight, bias, paired=paired) if native else None
+        if native is not None and self.weight is not None:
+            held = self.weight
+            self.call: Call = lambda x: native.linear(x, held, wide=wide)
+        else:
+            self.call = _product(weight, bias, kernels)
+        self.rows = kernels.linear_rows if kernels.exact and native is None else 0
 
     def forward(self, x: Tensor) -> Tensor:
         """[1, rows, in] -> [1, rows, out]."""

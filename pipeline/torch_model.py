@@ -20,7 +20,7 @@ from pipeline.experts import Experts
 from pipeline.fused import suits
 from pipeline.graphs import Steps, fits
 from pipeline.heap import lean, zeros
-from pipeline.kernels import KEYS, ROWS, TILES, in_vectors, padded, spans
+from pipeline.kernels import KEYS, PLAIN, ROWS, TILES, Kernels, in_vectors, padded, spans
 from pipeline.layers import (
     head_dim,
     make_embedding,
@@ -32,7 +32,10 @@ from pipeline.layers import (
 )
 from pipeline.linears import BYTES, Linear, check_weights
 from pipeline.model import ModelInfo, Output
-from pipeline.probe import choose, linear_exact
+from pipeline.native.layer import suits_native
+from pipeline.native.library import NativeError, cached
+from pipeline.native.probe import find
+from pipeline.probe import Work, choose, linear_exact
 from pipeline.rule import Choice, Tally, result
 from pipeline.sample import NOTHING, pick
 from pipeline.weights import EMBEDDING, FINAL_NORM, LM_HEAD, ModelError, Source
@@ -49,7 +52,8 @@ class TorchModel:
     source: see weights.open_model. slots and capacity: KV rows per slot, rounded up to a multiple
     of 512. dtype: of weights, KV and activations; but weights "int8" or "int4" for those of the
     layers' linears and experts, activations "fp8" for rows between stages. exact: see
-    docs/exactness.md; info.kernel says whether it is kept. threads: of torch, for the whole
+    docs/exactness.md; info.kernel says whether it is kept. kernels: "auto", "torch" or "native",
+    which is a ModelError where there are none. threads: of torch, for the whole
     process; None leaves them. progress is called with (share done in [0, 1], what is being done).
     """
 
@@ -65,6 +69,7 @@ class TorchModel:
         weights: str = "dtype",
         activations: str = "dtype",
         exact: bool = True,
+        kernels: str = "auto",
         threads: int | None = None,
         progress: Callable[[float, str], None] | None = None,
     ) -> None:
@@ -94,8 +99,14 @@ class TorchModel:
             self._report(0.0, "probing kernels")
             work = work_of(source.family, self._config)
             fused = suits(source.family, self._config)
-            kernels = choose(work, dtype, self._device, exact=exact, weights=weights)
-            self._kernels = replace(kernels, fused=fused)
+            found = self._find_native(work, kernels, weights) if exact else PLAIN
+            if found.native is None:
+                chosen = choose(work, dtype, self._device, exact=exact, weights=weights)
+                found = replace(chosen, why_torch=found.why_torch)
+            elif fused:
+                whole = suits_native(source.family, self._config, dtype, found.native)
+                found = replace(found, whole=whole)
+            self._kernels = replace(found, fused=fused)
             self._load(source)
             # Only there launching takes longer than running; the library's layers may wait inside.
             record = self._device.type == "cuda" and self._kernels.exact and fused
@@ -117,7 +128,7 @@ class TorchModel:
     ) -> Output:
         """See StageModel. payload: [tokens, hidden] in the block's dtype."""
         count = sum(len(segment.tokens) for segment in segments)
-        rows = padded(count, ROWS) if self._kernels.exact else count
+        rows = padded(count, ROWS) if self._kernels.exact and not self._kernels.whole else count
         plan, positions = self._plan(segments, rows)
         if self._info.head:
             hidden = self._embed(segments, rows)
@@ -163,6 +174,20 @@ class TorchModel:
         self._parked.pop(parked, None)
 
     # ---- construction ----------------------------------------------------------------------------
+
+    def _find_native(self, work: Work, wanted: str, weights: str) -> Kernels:
+        """Kernels with `native`, or with why not."""
+        if wanted == "torch":
+            return PLAIN
+        if not cached():
+            self._report(0.0, "compiling kernels for this processor, once")
+        try:
+            native = find(work, self._dtype, self._device, weights)
+        except NativeError as error:
+            if wanted == "native":
+                raise ModelError(f"kernels 'native': {error}") from None
+            return replace(PLAIN, why_torch=str(error))
+        return replace(PLAIN, exact=True, native=native)
 
     def _load(self, source: Source) -> None:
         first, last = self._first, self._last
@@ -228,8 +253,8 @@ class TorchModel:
 
     def _lm_head(self, source: Source) -> Linear:
         kernels = replace(self._kernels, linear_rows=LOGIT_ROWS, weights="dtype")
-        head = Linear(self._read(source, LM_HEAD), None, kernels)
-        if kernels.exact:
+        head = Linear(self._read(source, LM_HEAD), None, kernels, wide=True)
+        if kernels.exact and kernels.native is None:
             # Its own probe, on its own weights: logits are not cached, so the tile is no identity.
             tile = next((n for n in TILES if n <= LOGIT_ROWS and linear_exact(head, n)), 0)
             if tile:
@@ -271,7 +296,7 @@ class TorchModel:
             parts.append(Part(segment.slot, segment.start, segment.end, len(positions), cut))
             positions.extend(range(segment.start, segment.end))
         positions.extend([0] * (rows - len(positions)))
-        return Plan(parts, self._caches), positions
+        return Plan(parts, self._caches, self._kernels.native), positions
 
     def _embed(self, segments: Sequence[Segment], rows: int) -> torch.Tensor:
         ids = [token for segment in segments for token in segment.tokens]
@@ -321,8 +346,10 @@ class TorchModel:
         count = len(rows)
         if self._kernels.exact:
             rows = rows + [rows[0]] * (padded(count, ROWS) - count)
-        chosen = hidden[self._sent(torch.tensor(rows))][None]
-        logits: torch.Tensor = self._head(self._norm(chosen))
+        normed = self._norm(hidden[self._sent(torch.tensor(rows))][None])
+        if self._kernels.native is not None:
+            normed = normed[:, :count]
+        logits: torch.Tensor = self._head(normed)
         cap = getattr(self._config, "final_logit_softcapping", None)
         if cap is not None:  # as the library's whole models do behind their LM head
             logits = in_vectors(torch.tanh, logits / cap) * cap

@@ -1,0 +1,1 @@
+"""Kernels of our own for a CPU: see pipeline.native.library."""
