@@ -12,6 +12,7 @@
 #include "products.h"
 
 constexpr int64_t KEYS = 256;  // of a block
+constexpr int64_t KEY_STRIDE = KEYS + 16;  // of turned keys: 1 KB would share one set of an L1
 constexpr int64_t TILE = 16;   // query rows at a time
 constexpr int64_t ROWS = 128;  // about so many query rows see a block that was made ready once
 
@@ -44,7 +45,7 @@ struct Bench {
     static thread_local std::vector<float> memory;
     const int64_t o = sizeof(O);
     const int64_t sizes[8] = {TILE * KEYS * 4, rows * width * 4, rows * 4,         rows * 4,
-                              rows * width * o, KEYS * width * o, KEYS * width * o, TILE * KEYS * o};
+                              rows * width * o, KEY_STRIDE * width * o, KEYS * width * o, TILE * KEYS * o};
     int64_t whole = 16;
     for (int64_t size : sizes) whole += up_to(size, 64) / 4;
     if ((int64_t)memory.size() < whole) memory.resize(whole);
@@ -68,18 +69,18 @@ inline float soften(const float* scores, O* weights, int64_t width, int64_t low,
   const vf hidden = splat(-1e30f);
   vi lane;
   for (int i = 0; i < VL; i++) lane[i] = i;
-  vf top = hidden;
-  for (int64_t j = 0; j < width; j += VL) {
+  const auto seen = [&](int64_t j, vf x, vf otherwise) {
+    if (j >= low && j + VL <= high) return x;
     vi at = lane + (int32_t)j;
-    vf x = load(scores + j) * scaling;
-    top = larger(top, (at >= (int32_t)low) & (at < (int32_t)high) ? x : hidden);
-  }
+    return (at >= (int32_t)low) & (at < (int32_t)high) ? x : otherwise;
+  };
+  vf top = hidden;
+  for (int64_t j = 0; j < width; j += VL)
+    top = larger(top, seen(j, load(scores + j) * scaling, hidden));
   const float now = std::max(most, max_of(top));
   vf total{};
   for (int64_t j = 0; j < width; j += VL) {
-    vi at = lane + (int32_t)j;
-    vf x = exp_of(load(scores + j) * scaling - now);
-    x = (at >= (int32_t)low) & (at < (int32_t)high) ? x : vf{};
+    vf x = seen(j, exp_of(load(scores + j) * scaling - now), vf{});
     total += x;
     store(weights + j, x);
   }
@@ -134,62 +135,78 @@ inline void ready(const Heads& h, const bf16* k, const bf16* v, int64_t count, B
     }
 }
 
-inline void scores_of(const Heads&, const bf16* query, int64_t, int64_t width, int64_t count,
-                      Bench<bf16>& bench) {
-  const int64_t steps = width / 32;
-  for (int64_t key = 0; key < count; key += 32) {
-    const bf16 *left = bench.keys + key / 16 * steps * 512, *right = left + steps * 512;
+// Tiles 0 to 3 = (add ? to : 0) + rows x up to four tiles of weights, each `apart` from the next.
+inline void tiles_of(int64_t tiles, const bf16* rows, int64_t stride, int64_t steps,
+                     const bf16* weights, int64_t apart, int64_t step, float* to, int64_t to_stride,
+                     bool add) {
+  const int64_t bytes = to_stride * 4;
+  if (add) {
+    _tile_loadd(0, to, bytes);
+    if (tiles > 1) _tile_loadd(1, to + 16, bytes);
+    if (tiles > 2) _tile_loadd(2, to + 32, bytes);
+    if (tiles > 3) _tile_loadd(3, to + 48, bytes);
+  } else {
     _tile_zero(0);
     _tile_zero(1);
-    for (int64_t step = 0; step < steps; step++) {
-      _tile_loadd(4, query + step * 32, width * 2);
-      _tile_loadd(6, left + step * 512, 64);
-      _tile_loadd(7, right + step * 512, 64);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_dpbf16ps(1, 4, 7);
-    }
-    _tile_stored(0, bench.scores + key, KEYS * 4);
-    _tile_stored(1, bench.scores + key + 16, KEYS * 4);
+    _tile_zero(2);
+    _tile_zero(3);
   }
+  for (int64_t i = 0; i < steps; i++, weights += step) {
+    _tile_loadd(4, rows + i * 32, stride * 2);
+    _tile_loadd(5, weights, 64);
+    _tile_dpbf16ps(0, 4, 5);
+    if (tiles > 1) {
+      _tile_loadd(6, weights + apart, 64);
+      _tile_dpbf16ps(1, 4, 6);
+    }
+    if (tiles > 2) {
+      _tile_loadd(7, weights + 2 * apart, 64);
+      _tile_dpbf16ps(2, 4, 7);
+    }
+    if (tiles > 3) {
+      _tile_loadd(5, weights + 3 * apart, 64);
+      _tile_dpbf16ps(3, 4, 5);
+    }
+  }
+  _tile_stored(0, to, bytes);
+  if (tiles > 1) _tile_stored(1, to + 16, bytes);
+  if (tiles > 2) _tile_stored(2, to + 32, bytes);
+  if (tiles > 3) _tile_stored(3, to + 48, bytes);
+}
+
+inline void scores_of(const Heads&, const bf16* query, int64_t, int64_t width, int64_t count,
+                      Bench<bf16>& bench) {
+  const int64_t steps = width / 32, tiles = count / 16;
+  for (int64_t t = 0; t < tiles; t += 4)
+    tiles_of(std::min<int64_t>(4, tiles - t), query, width, steps, bench.keys + t * steps * 512,
+             steps * 512, 512, bench.scores + t * 16, KEYS, false);
 }
 
 inline void add_values(const Heads& h, float* out, int64_t, int64_t width, int64_t count,
                        Bench<bf16>& bench) {
   const int64_t tiles = h.size / 16;
-  for (int64_t t = 0; t < tiles; t += 2) {
-    const bool both = t + 1 < tiles;
-    _tile_loadd(0, out + t * 16, width * 4);
-    if (both) _tile_loadd(1, out + t * 16 + 16, width * 4);
-    for (int64_t key = 0; key < count; key += 32) {
-      const bf16* values = bench.values + (key / 32 * tiles + t) * 512;
-      _tile_loadd(4, bench.weights + key, KEYS * 2);
-      _tile_loadd(6, values, 64);
-      _tile_dpbf16ps(0, 4, 6);
-      if (both) {
-        _tile_loadd(7, values + 512, 64);
-        _tile_dpbf16ps(1, 4, 7);
-      }
-    }
-    _tile_stored(0, out + t * 16, width * 4);
-    if (both) _tile_stored(1, out + t * 16 + 16, width * 4);
-  }
+  for (int64_t t = 0; t < tiles; t += 4)
+    tiles_of(std::min<int64_t>(4, tiles - t), bench.weights, KEYS, count / 32,
+             bench.values + t * 512, 512, tiles * 512, out + t * 16, width, true);
 }
 
 #endif
 
 template <class T>
 inline void ready(const Heads& h, const T* k, const T* v, int64_t count, Bench<float>& bench) {
+  constexpr int64_t SOME = 8;  // a line of the target is written whole while it is in the cache
+  for (int64_t i = 0; i < h.size; i += SOME)
+    for (int64_t key = 0; key < count; key++)
+      for (int64_t j = i; j < i + SOME; j++)
+        bench.keys[j * KEY_STRIDE + key] = wide(k[key * h.size + j]);
   const int64_t width = up_to(h.size, BLOCK);
   for (int64_t key = 0; key < count; key++)
-    for (int64_t i = 0; i < h.size; i++) {
-      bench.keys[i * KEYS + key] = wide(k[key * h.size + i]);
-      bench.values[key * width + i] = wide(v[key * h.size + i]);
-    }
+    for (int64_t i = 0; i < h.size; i++) bench.values[key * width + i] = wide(v[key * h.size + i]);
 }
 
 inline void scores_of(const Heads& h, const float* query, int64_t rows, int64_t width, int64_t count,
                       Bench<float>& bench) {
-  multiply(query, width, rows, bench.keys, KEYS, count, h.size, bench.scores, KEYS, false);
+  multiply(query, width, rows, bench.keys, KEY_STRIDE, count, h.size, bench.scores, KEYS, false);
 }
 
 inline void add_values(const Heads&, float* out, int64_t rows, int64_t width, int64_t count,

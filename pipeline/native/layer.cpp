@@ -242,10 +242,12 @@ void pack(const T* weight, int64_t outputs, int64_t inputs, bool paired, T* to) 
 
 }  // namespace
 
+#define KVRING_EXPORT __attribute__((visibility("default")))
+
 extern "C" {
 
 // 1: with AMX; 0: without; -1: made with AMX, but the system does not allow it.
-int kvring_setup() {
+KVRING_EXPORT int kvring_setup() {
 #ifdef KVRING_AMX
   const long request = 0x1023, tiles = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   return syscall(SYS_arch_prctl, request, tiles) == 0 ? 1 : -1;
@@ -254,18 +256,18 @@ int kvring_setup() {
 #endif
 }
 
-int kvring_vector() { return VL; }
+KVRING_EXPORT int kvring_vector() { return VL; }
 
-int64_t kvring_scratch_bytes(const Layer* layer, int64_t rows, int item) {
+KVRING_EXPORT int64_t kvring_scratch_bytes(const Layer* layer, int64_t rows, int item) {
   return item == 4 ? Scratch<float>(*layer, rows, nullptr).bytes
                    : Scratch<bf16>(*layer, rows, nullptr).bytes;
 }
 
-int64_t kvring_packed_items(int64_t outputs, int64_t inputs) {
+KVRING_EXPORT int64_t kvring_packed_items(int64_t outputs, int64_t inputs) {
   return blocks_of(outputs) * BLOCK * inputs;
 }
 
-void kvring_pack(const void* weight, int64_t outputs, int64_t inputs, int paired, int item,
+KVRING_EXPORT void kvring_pack(const void* weight, int64_t outputs, int64_t inputs, int paired, int item,
                  void* to) {
   if (item == 4)
     pack((const float*)weight, outputs, inputs, paired, (float*)to);
@@ -273,19 +275,19 @@ void kvring_pack(const void* weight, int64_t outputs, int64_t inputs, int paired
     pack((const bf16*)weight, outputs, inputs, paired, (bf16*)to);
 }
 
-void kvring_layer(const Layer* layer, const Step* step, int item) {
+KVRING_EXPORT void kvring_layer(const Layer* layer, const Step* step, int item) {
   if (item == 4)
     run_layer<float>(*layer, *step);
   else
     run_layer<bf16>(*layer, *step);
 }
 
-int64_t kvring_linear_scratch_bytes(int64_t inputs, int64_t rows) {
+KVRING_EXPORT int64_t kvring_linear_scratch_bytes(int64_t inputs, int64_t rows) {
   return rows * (inputs + GAP) * (int64_t)sizeof(float);
 }
 
 // to: [rows, outputs], of the rows' type or float.
-void kvring_linear(const void* x, int64_t rows, const Packed* packed, int item, void* to, int wide_to,
+KVRING_EXPORT void kvring_linear(const void* x, int64_t rows, const Packed* packed, int item, void* to, int wide_to,
                    void* scratch, int64_t threads) {
   if (item == 4)
     run_linear((const float*)x, rows, *packed, (float*)to, (operand<float>*)scratch, threads);
@@ -296,7 +298,7 @@ void kvring_linear(const void* x, int64_t rows, const Packed* packed, int item, 
 }
 
 // query, to: rows of [heads, size] with the given strides (of a head, of a row), in numbers.
-void kvring_attention(const Heads* heads, const Part* parts, int64_t count, const void* query,
+KVRING_EXPORT void kvring_attention(const Heads* heads, const Part* parts, int64_t count, const void* query,
                       int64_t head_stride, int64_t row_stride, const void* keys, const void* values,
                       void* to, int item, int64_t threads) {
   const int64_t stride = heads->heads * heads->size;

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 _SOURCES = ("vectors.h", "products.h", "attention.h", "layer.cpp")
-_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-w")
+_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-w")
 _NO_AMX = "-DKVRING_NO_AMX"
 _SECONDS = 120  # for a compiler on a busy machine
 WIDTH = 32  # inputs of a product come in multiples of it, and a head's numbers in those of half

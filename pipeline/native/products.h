@@ -15,8 +15,9 @@
 #include <immintrin.h>
 #endif
 
-constexpr int64_t BLOCK = 32;            // outputs
-constexpr int64_t CHUNK = 1024 * 1024;   // bytes of rows that go through a block together: half an L2
+constexpr int64_t BLOCK = 32;     // outputs
+constexpr int64_t AHEAD = 2048;   // numbers of a weight that are asked for before they are needed
+constexpr int64_t CHUNK = 1 << 20;  // bytes of rows that go through a block together: half an L2
 
 struct Packed {
   const void* weight;
@@ -40,6 +41,8 @@ inline void tile(const float* a, int64_t lda, const W* b, int64_t ldb, int64_t k
     sums[m][1] = add ? load(c + m * ldc + VL) : vf{};
   }
   for (int64_t i = 0; i < k; i++) {
+    __builtin_prefetch(b + i * ldb + AHEAD);
+    __builtin_prefetch(b + i * ldb + AHEAD + VL);
     vf b0 = load(b + i * ldb), b1 = load(b + i * ldb + VL);
 #pragma GCC unroll 12
     for (int m = 0; m < M; m++) {
@@ -108,6 +111,7 @@ inline void amx_block(const bf16* x, int64_t lda, int64_t rows, const bf16* weig
     _tile_zero(2);
     _tile_zero(3);
     for (int64_t i = 0; i < k; i += 32, weight += 1024) {
+      for (int line = 0; line < 32; line++) __builtin_prefetch(weight + AHEAD + line * 32);
       _tile_loadd(4, x + i, stride);
       _tile_loadd(6, weight, 64);
       _tile_loadd(7, weight + 512, 64);

@@ -4,6 +4,10 @@
 
 #pragma once
 
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -53,7 +57,11 @@ inline vu rounded_bits(vf v) {
 inline void store(float* to, vf v) { std::memcpy(to, &v, sizeof v); }
 
 inline void store(bf16* to, vf v) {
+#if defined(__AVX512BF16__)
+  __m256bh half = _mm512_cvtneps_pbh((__m512)v);  // below 2^-126 it gives 0
+#else
   vh half = __builtin_convertvector(rounded_bits(v), vh);
+#endif
   std::memcpy(to, &half, sizeof half);
 }
 
