@@ -55,6 +55,7 @@ def load_model(
             activations=config.model.activations,
             device=device,
             exact=config.model.exact,
+            kernels=spec.kernels,
             threads=spec.threads,
             progress=progress,
         )

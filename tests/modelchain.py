@@ -71,6 +71,7 @@ def chain(
     exact: bool = True,
     weights: str = "dtype",
     activations: str = "dtype",
+    kernels: str = "auto",
 ) -> Chain:
     return Chain(
         [
@@ -83,6 +84,7 @@ def chain(
                 exact=exact,
                 weights=weights,
                 activations=activations,
+                kernels=kernels,
             )
             for cut in pairwise(cuts)
         ]

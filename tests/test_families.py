@@ -26,11 +26,13 @@ def log_probabilities(result: Result) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("kernels", ["torch", "native"])
 @pytest.mark.parametrize("case", CASES)
-def test_a_ring_says_what_the_library_generates(case: str, tmp_path: Path) -> None:
+def test_a_ring_says_what_the_library_generates(case: str, kernels: str, tmp_path: Path) -> None:
     """Chunked prefill, then a warm turn: its slot is cut back, and another text follows."""
     model = reference(case)
-    blocks = chain(open_model(write_directory(tmp_path, model)), (0, 1, 4, 6))
+    source = open_model(write_directory(tmp_path, model))
+    blocks = chain(source, (0, 1, 4, 6), kernels=kernels)
 
     def generated(prompt: list[int], count: int) -> list[int]:
         ids = torch.tensor([prompt])
@@ -49,12 +51,14 @@ def test_a_ring_says_what_the_library_generates(case: str, tmp_path: Path) -> No
     assert warm == generated(follow_up, 20)
 
 
+@pytest.mark.parametrize("exact", [False, True], ids=["plain", "native"])
 @pytest.mark.parametrize("case", CASES)
-def test_plain_kernels_equal_the_library_too(case: str, tmp_path: Path) -> None:
+def test_log_probabilities_are_the_librarys(case: str, exact: bool, tmp_path: Path) -> None:
     model = reference(case)
     with torch.no_grad():
         expected = torch.log_softmax(model(IDS).logits[0].double(), -1)
-    blocks = chain(open_model(write_directory(tmp_path, model)), (0, 1, 4, 6), exact=False)
+    blocks = chain(open_model(write_directory(tmp_path, model)), (0, 1, 4, 6), exact=exact)
+    assert blocks.blocks[0].info.kernel.startswith("exact;" if exact else "exact off")
     tokens = IDS[0].tolist()
     results = [
         blocks.forward(segment(a, tokens[a:b], sampling=ALL))[0]
@@ -74,14 +78,17 @@ def test_a_gguf_gives_the_same_answers(case: str, tmp_path: Path) -> None:
     assert (log_probabilities(result) - expected).abs().max() <= 1e-4
 
 
+@pytest.mark.parametrize("kernels", ["torch", "native"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_families_are_bit_equal_on_random_schedules(
-    case: str, dtype: torch.dtype, tmp_path: Path
+    case: str, dtype: torch.dtype, kernels: str, tmp_path: Path
 ) -> None:
     source = open_model(write_directory(tmp_path, reference(case)))
-    blocks = chain(source, (0, 2, 6), slots=4, capacity=1024, dtype=dtype)
-    assert blocks.blocks[0].info.kernel.startswith("exact;"), blocks.blocks[0].info.kernel
+    blocks = chain(source, (0, 2, 6), slots=4, capacity=1024, dtype=dtype, kernels=kernels)
+    said = blocks.blocks[0].info.kernel
+    assert said.startswith("exact;"), said
+    assert ("native" in said) == (kernels == "native"), said
     check_schedules(blocks, VOCABULARY, 1, seed=2)
 
 

@@ -23,7 +23,7 @@ def test_llama_like_layers_are_fused(tmp_path: Path) -> None:
         llama_like = name in ("llama", "mistral", "qwen2", "qwen3")
         assert suits(family(name), reference(case).config) == llama_like, case
     source = open_model(write_directory(tmp_path, reference("llama")))
-    block = TorchModel(source, (0, 6), slots=1, capacity=10, exact=False)
+    block = TorchModel(source, (0, 6), slots=1, capacity=10, kernels="torch")
     assert all(isinstance(layer, Fused) for _, layer in block._layers)
     assert "fused layers" in block.info.kernel
 
@@ -69,7 +69,9 @@ def test_a_layer_that_differs_is_left_to_the_library(what: str) -> None:
 
 def test_a_step_has_the_bits_of_a_forward(tmp_path: Path) -> None:
     source = open_model(write_directory(tmp_path, reference("mistral")))
-    plain, stepping = (TorchModel(source, (0, 6), slots=2, capacity=1024) for _ in range(2))
+    plain, stepping = (
+        TorchModel(source, (0, 6), slots=2, capacity=1024, kernels="torch") for _ in range(2)
+    )
     assert plain.info.kernel.startswith("exact;")
     with torch.inference_mode():
         stepping._steps = stepping._make_steps()
@@ -90,7 +92,7 @@ def test_a_step_has_the_bits_of_a_forward(tmp_path: Path) -> None:
 
 def test_a_step_at_the_end_of_a_slot_is_an_ordinary_forward(tmp_path: Path) -> None:
     source = open_model(write_directory(tmp_path, reference("llama")))
-    block = TorchModel(source, (0, 6), slots=1, capacity=512)
+    block = TorchModel(source, (0, 6), slots=1, capacity=512, kernels="torch")
     with torch.inference_mode():
         block._steps = block._make_steps()
     segment = Segment(1, 0, 0, (1,) * 506, Kind.PREFILL, b"", 0)

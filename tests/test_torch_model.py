@@ -54,9 +54,12 @@ def test_real_model_equals_the_library(source: Source) -> None:
 
 @pytest.mark.model
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("kernels", ["torch", "native"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_real_model_is_bit_equal_on_random_schedules(source: Source, dtype: torch.dtype) -> None:
-    blocks = chain(source, (0, 30), slots=4, capacity=1024, dtype=dtype)
+def test_real_model_is_bit_equal_on_random_schedules(
+    source: Source, dtype: torch.dtype, kernels: str
+) -> None:
+    blocks = chain(source, (0, 30), slots=4, capacity=1024, dtype=dtype, kernels=kernels)
     assert blocks.blocks[0].info.kernel.startswith("exact;"), blocks.blocks[0].info.kernel
     check_schedules(blocks, source.vocabulary, 2, seed=1)
 
@@ -70,7 +73,7 @@ def test_a_failed_probe_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(probe, "linear_exact", differs)
     source = open_model(write_directory(tmp_path, reference("llama")))
-    block = TorchModel(source, (0, 2), slots=1, capacity=10)
+    block = TorchModel(source, (0, 2), slots=1, capacity=10, kernels="torch")
     assert set(tried) == set(TILES)
     assert block.info.kernel.startswith("exact off (linears differ by row)")
 

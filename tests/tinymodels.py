@@ -18,8 +18,8 @@ from pipeline.families import family
 VOCABULARY = 96
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
-    "hidden_size": 48,
-    "intermediate_size": 80,
+    "hidden_size": 96,
+    "intermediate_size": 128,
     "num_hidden_layers": 6,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,

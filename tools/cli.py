@@ -100,6 +100,7 @@ def up(
     dtype: options.Precision = options.Dtype.BFLOAT16,
     weights: options.Weights = options.WeightKind.DTYPE,
     activations: options.Activations = options.ActivationKind.DTYPE,
+    kernels: options.Kernels = options.KernelKind.AUTO,
     threads: options.Threads = None,
     drafter: options.Drafter = options.DrafterKind.LOOKUP,
     draft_model: options.DraftModel = None,

@@ -25,6 +25,14 @@ class WeightKind(StrEnum):
     INT4 = "int4"
 
 
+class KernelKind(StrEnum):
+    """What a stage computes with on a CPU."""
+
+    AUTO = "auto"
+    TORCH = "torch"
+    NATIVE = "native"
+
+
 class ActivationKind(StrEnum):
     """How rows go from stage to stage."""
 
@@ -120,6 +128,9 @@ Weights = Annotated[
 ]
 Activations = Annotated[
     ActivationKind, typer.Option(help="Between stages: as --dtype, or 1 byte a number.")
+]
+Kernels = Annotated[
+    KernelKind, typer.Option(help="On a CPU: native ones are compiled once, else torch's.")
 ]
 Threads = Annotated[
     int | None, typer.Option(min=1, help="Per stage [default: the cores, shared out].")

@@ -81,6 +81,7 @@ class Options:
     insecure: bool = False
     weights: str = "dtype"
     activations: str = "dtype"
+    kernels: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +236,13 @@ def _ring(wanted: Options, index: int, total: int, threads: int, folder: Path) -
     cuts = [total * i // wanted.stages for i in range(wanted.stages + 1)]
     names = [f"r{index}s{i}" if index else f"s{i}" for i in range(wanted.stages)]
     stages = tuple(
-        Stage(name, f"ipc://{folder}/{name}.sock", (cuts[i], cuts[i + 1]), threads=threads)
+        Stage(
+            name,
+            f"ipc://{folder}/{name}.sock",
+            (cuts[i], cuts[i + 1]),
+            threads=threads,
+            kernels=wanted.kernels,
+        )
         for i, name in enumerate(names)
     )
     verdicts = f"r{index}verdicts" if index else "verdicts"

@@ -24,6 +24,7 @@ from transport.toml_text import pairs
 
 OFF = "off"
 DTYPES = ("bfloat16", "float32", "float16")
+KERNELS = ("auto", "torch", "native")
 WEIGHTS = ("dtype", "int8", "int4")
 ACTIVATIONS = ("dtype", "fp8")
 DRAFTERS = ("off", "lookup", "model")
@@ -110,7 +111,7 @@ class Limits:
 class Stage:
     """One daemon. address: where others send its frames; bind: where it listens, if different.
 
-    layers: [first, last). public_key (Z85) and secret_key_file (absolute): of CURVE. layer_ms: for
+    layers: [first, last). kernels: on a CPU; "auto" takes native ones where they serve. public_key (Z85) and secret_key_file (absolute): of CURVE. layer_ms: for
     benches, what each layer takes at least.
     """
 
@@ -123,6 +124,7 @@ class Stage:
     public_key: str | None = None
     secret_key_file: str | None = None
     layer_ms: float = 0.0
+    kernels: str = "auto"
 
     @property
     def listen(self) -> str:
@@ -368,12 +370,14 @@ def _stage(table: Table) -> Stage:
     if not re.fullmatch(r"cpu|[a-z]+(:[0-9]{1,3})?", device):
         table.fail(f"must be like cpu or cuda:0, not {shown(device)}", "device")
     threads = table.integer("threads", 1, 1024, 1)
+    kernels = table.choice("kernels", KERNELS, "auto")
     bind = table.address("bind", listen=True) if "bind" in table.data else None
     table.take("bind", str, None)
     public, secret = table.keys()
     layer_ms = table.seconds("layer_ms", 0, 60_000, 0.0, "")
     table.finish()
-    return Stage(name, address, (first, last), device, threads, bind, public, secret, layer_ms)
+    block = (first, last)
+    return Stage(name, address, block, device, threads, bind, public, secret, layer_ms, kernels)
 
 
 def _unique(config: Config, top: Table) -> None:
