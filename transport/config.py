@@ -111,8 +111,9 @@ class Limits:
 class Stage:
     """One daemon. address: where others send its frames; bind: where it listens, if different.
 
-    layers: [first, last). kernels: on a CPU; "auto" takes native ones where they serve. public_key (Z85) and secret_key_file (absolute): of CURVE. layer_ms: for
-    benches, what each layer takes at least.
+    layers: [first, last). kernels: on a CPU, see KERNELS; "auto" takes native ones where they
+    serve. public_key (Z85) and secret_key_file (absolute): of CURVE. layer_ms: for benches, what
+    each layer takes at least.
     """
 
     name: str

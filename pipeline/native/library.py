@@ -239,11 +239,18 @@ def _floats(bias: Tensor | None, outputs: int, *, paired: bool) -> Tensor | None
 
 
 @functools.cache
-def library() -> Library:
-    """The kernels for this processor, compiled if they are not in the cache. Raises NativeError."""
+def library(*flags: str) -> Library:
+    """The kernels for this processor, compiled if they are not in the cache. Raises NativeError.
+
+    flags: more of them for the compiler, for another processor than this.
+    """
     compiler = _compiler()
-    for extra in ((), (_NO_AMX,)):
-        handle = ctypes.CDLL(str(_compiled(compiler, extra)))
+    for extra in (flags, (*flags, _NO_AMX)):
+        place = _compiled(compiler, extra)
+        try:
+            handle = ctypes.CDLL(str(place))
+        except OSError as error:
+            raise NativeError(f"{place} does not load: {error}") from error
         amx = handle.kvring_setup()
         if amx >= 0:
             return Library(handle, amx=bool(amx))
