@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from pipeline.kernels import ROWS, Kernels
 from pipeline.model import ModelError
+from pipeline.native.library import Library, Weight
 
 Call = Callable[[Tensor], Tensor]
 GROUP = 32  # int4: inputs that share a scale and a zero; the smallest that torch's kernel takes
@@ -41,9 +42,9 @@ class Linear(nn.Module):
         super().__init__()
         self.width, self.dtype, self.device = weight.shape[1], weight.dtype, weight.device
         native = kernels.native
-        self.weight = native.pack(weight, bias, paired=paired) if native else None
-        if native is not None and self.weight is not None:
-            held = self.weight
+        self.weight: Weight | None = None
+        if native is not None:
+            held = self.weight = _held(native, weight, bias, kernels.weights, paired=paired)
             self.call: Call = lambda x: native.linear(x, held, wide=wide)
         else:
             self.call = _product(weight, bias, kernels)
@@ -56,11 +57,26 @@ class Linear(nn.Module):
         return torch.cat([self.call(part) for part in torch.split(x, self.rows, 1)], 1)
 
 
+def _held(
+    native: Library, weight: Tensor, bias: Tensor | None, weights: str, *, paired: bool
+) -> Weight:
+    if weights == "int8":
+        numbers, scale = _int8(weight)
+        return native.pack_small(numbers, scale.float(), 8, bias, paired=paired)
+    if weights == "int4":
+        numbers, pairs = _int4(weight)
+        scale, zero = pairs.float().unbind(2)  # W = q * scale + (zero - 8 * scale)
+        scales = torch.stack((scale, zero - 8 * scale), 2)
+        return native.pack_small(numbers, scales, 4, bias, paired=paired)
+    return native.pack(weight, bias, paired=paired)
+
+
 def _product(weight: Tensor, bias: Tensor | None, kernels: Kernels) -> Call:
     if kernels.weights == "int8":
-        return _int8(weight, bias)
+        numbers, scale = _int8(weight)
+        return lambda x: _plus(torch._weight_int8pack_mm(x[0], numbers, scale), bias)
     if kernels.weights == "int4":
-        return _int4(weight, bias)
+        return _int4_call(weight, bias)
     if not kernels.packed:
         return lambda x: F.linear(x, weight, bias)
     # Never call the packed form with fewer rows than it was packed for: each call repacks.
@@ -110,8 +126,8 @@ def check_weights(weights: str, dtype: torch.dtype, device: torch.device) -> Non
         raise ModelError(f"{weights} weights: torch {torch.__version__} has no {kernel}")
 
 
-def _int8(weight: Tensor, bias: Tensor | None) -> Call:
-    """One scale per output, symmetric. W[o, i] = q[o, i] * scale[o]."""
+def _int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Numbers q and scales, one per output, symmetric: W[o, i] = q[o, i] * scale[o]."""
     quantised, scales = torch.empty(weight.shape, dtype=torch.int8), []
     for start in range(0, len(weight), _AT_ONCE):
         rows = weight[start : start + _AT_ONCE].float()
@@ -120,30 +136,41 @@ def _int8(weight: Tensor, bias: Tensor | None) -> Call:
         scaled = torch.round(rows / scale.float()[:, None]).clamp(-127, 127)
         quantised[start : start + _AT_ONCE] = scaled.to(torch.int8)
         scales.append(scale)
-    scale = torch.cat(scales)
-    return lambda x: _plus(torch._weight_int8pack_mm(x[0], quantised, scale), bias)
+    return quantised, torch.cat(scales)
 
 
-def _int4(weight: Tensor, bias: Tensor | None) -> Call:
-    """A scale and a zero for each GROUP of inputs. W[o, i] = (q[o, i] - 8) * scale + zero."""
+def _int4(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Numbers q (int8, 0 to 15), and for each GROUP of inputs a scale and a zero, [out, groups, 2].
+
+    W[o, i] = (q[o, i] - 8) * scale + zero.
+    """
+    width = weight.shape[1]
+    quantised, scales = torch.empty(weight.shape, dtype=torch.int8), []
+    for start in range(0, len(weight), _AT_ONCE):
+        rows = weight[start : start + _AT_ONCE].float().reshape(-1, width // GROUP, GROUP)
+        low, high = rows.amin(2), rows.amax(2)
+        scale = ((high - low) / 15).clamp(min=2**-20).to(weight.dtype)
+        zero = (low + 8 * scale.float()).to(weight.dtype)
+        scaled = (rows - zero.float()[..., None]) / scale.float()[..., None] + 8
+        quantised[start : start + _AT_ONCE] = torch.round(scaled).clamp(0, 15).flatten(1)
+        scales.append(torch.stack((scale, zero), 2))
+    return quantised, torch.cat(scales)
+
+
+def _int4_call(weight: Tensor, bias: Tensor | None) -> Call:
     out, width = weight.shape
     if width % GROUP or out % _INT4_OUT:
         raise ModelError(
             f"int4 weights: a linear of [{out}, {width}] is not a multiple of "
             f"[{_INT4_OUT}, {GROUP}]; int8 takes any"
         )
-    packed, scales = [], []
-    for start in range(0, out, _AT_ONCE):
-        rows = weight[start : start + _AT_ONCE].float().reshape(-1, width // GROUP, GROUP)
-        low, high = rows.amin(2), rows.amax(2)
-        scale = ((high - low) / 15).clamp(min=2**-20).to(weight.dtype)
-        zero = (low + 8 * scale.float()).to(weight.dtype)
-        scaled = (rows - zero.float()[..., None]) / scale.float()[..., None] + 8
-        number = torch.round(scaled).clamp(0, 15).flatten(1).to(torch.int32)
-        packed.append(torch._convert_weight_to_int4pack_for_cpu(number, 1))
-        scales.append(torch.stack((scale, zero), 2))
-    whole, pairs = torch.cat(packed), torch.cat(scales).transpose(0, 1).contiguous()
-    return lambda x: _plus(torch._weight_int4pack_mm_for_cpu(x[0], whole, GROUP, pairs), bias)
+    numbers, scales = _int4(weight)
+    parts = [
+        torch._convert_weight_to_int4pack_for_cpu(some.to(torch.int32), 1)
+        for some in torch.split(numbers, _AT_ONCE)
+    ]
+    packed, pairs = torch.cat(parts), scales.transpose(0, 1).contiguous()
+    return lambda x: _plus(torch._weight_int4pack_mm_for_cpu(x[0], packed, GROUP, pairs), bias)
 
 
 def _plus(rows: Tensor, bias: Tensor | None) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from pipeline.kernels import PLAIN, in_vectors
 from pipeline.linears import Linear, check_weights
 from pipeline.model import ModelError
+from pipeline.native.library import library
 from pipeline.torch_model import TorchModel
 from pipeline.weights import Source, open_model
 from pipeline.wire import Wire
@@ -38,15 +39,20 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
 @pytest.mark.parametrize("mode", MODES)
-def test_cached_is_cold_to_the_bit(mode: str, sources: dict[str, Source]) -> None:
-    blocks = chain(sources["llama3"], (0, 2, 6), slots=4, capacity=1024, **MODES[mode])
+def test_cached_is_cold_to_the_bit(mode: str, kernels: str, sources: dict[str, Source]) -> None:
+    options = {**MODES[mode], "kernels": kernels}
+    blocks = chain(sources["llama3"], (0, 2, 6), slots=4, capacity=1024, **options)
+    native = kernels == "auto" and MODES[mode]["dtype"] != torch.float16
+    assert ("; native, " in blocks.blocks[0].info.kernel) == native
     assert blocks.blocks[0].info.kernel.startswith("exact;"), blocks.blocks[0].info.kernel
     check_schedules(blocks, VOCABULARY, 1, seed=3)
 
 
-def test_quantised_experts_keep_their_rows_too(sources: dict[str, Source]) -> None:
-    options: dict[str, Any] = {"dtype": torch.bfloat16, "weights": "int4"}
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+def test_quantised_experts_keep_their_rows_too(kernels: str, sources: dict[str, Source]) -> None:
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "weights": "int4", "kernels": kernels}
     blocks = chain(sources["qwen3_moe"], (0, 3, 6), slots=4, capacity=1024, **options)
     assert blocks.blocks[0].info.kernel.startswith("exact;"), blocks.blocks[0].info.kernel
     check_schedules(blocks, VOCABULARY, 1, seed=4)
@@ -59,7 +65,9 @@ def test_modes_are_other_models_to_a_ring(sources: dict[str, Source]) -> None:
 
     made = {"plain": block(), **{name: block(**options) for name, options in MODES.items()}}
     assert len({each.info.fingerprint for each in made.values()}) == len(made)
-    assert "int8 linear" in made["bfloat16-int8"].info.kernel
+    int8 = block(**MODES["bfloat16-int8"], kernels="torch")
+    assert "int8 linear" in int8.info.kernel
+    assert int8.info.fingerprint == made["bfloat16-int8"].info.fingerprint
     assert "bfloat16 with int8 weights" in made["bfloat16-int8"].info.kernel
     assert made["bfloat16-fp8"].info.kernel.endswith("fp8 activations")
     small = {"dtype": torch.bfloat16, "exact": False}
@@ -69,14 +77,21 @@ def test_modes_are_other_models_to_a_ring(sources: dict[str, Source]) -> None:
 
 
 @pytest.mark.parametrize(("weights", "off"), [("int8", 0.02), ("int4", 0.15)])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_quantised_weights_are_near(weights: str, off: float, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "native"),
+    [(torch.float16, False), (torch.bfloat16, False), (torch.bfloat16, True)],
+    ids=str,
+)
+def test_quantised_weights_are_near(
+    weights: str, off: float, dtype: torch.dtype, native: bool
+) -> None:
     """A product's rows, relative to their length; outputs on both sides of a block of rows."""
     generator = torch.Generator().manual_seed(5)
     weight = torch.randn(528, 96, generator=generator).to(dtype)
     x = torch.randn(1, 8, 96, generator=generator).to(dtype)
+    kernels = replace(PLAIN, native=library() if native else None)
     right, found = (
-        Linear(weight.clone(), weight[:, 0].clone(), replace(PLAIN, weights=kind))(x).float()
+        Linear(weight.clone(), weight[:, 0].clone(), replace(kernels, weights=kind))(x).float()
         for kind in ("dtype", weights)
     )
     difference = (found - right).norm(dim=2) / right.norm(dim=2)
@@ -84,7 +99,8 @@ def test_quantised_weights_are_near(weights: str, off: float, dtype: torch.dtype
 
 
 def test_int4_says_what_it_cannot_take(tmp_path: Path) -> None:
-    source = open_model(write_directory(tmp_path, reference("llama")))
+    model = reference("llama", {"hidden_size": 48, "intermediate_size": 80})
+    source = open_model(write_directory(tmp_path, model))
     with pytest.raises(
         ModelError, match=r"of \[48, 80\] is not a multiple of \[16, 32\]; int8 takes any$"
     ):

@@ -275,6 +275,26 @@ KVRING_EXPORT void kvring_pack(const void* weight, int64_t outputs, int64_t inpu
     pack((const bf16*)weight, outputs, inputs, paired, (bf16*)to);
 }
 
+// numbers: [outputs, inputs]; of 4 bits from 0 to 15. See products.h.
+KVRING_EXPORT void kvring_pack_small(const int8_t* numbers, int64_t outputs, int64_t inputs, int bits,
+                                     uint8_t* to) {
+#pragma omp parallel for schedule(static)
+  for (int64_t block = 0; block < blocks_of(outputs); block++) {
+    uint8_t* at = to + block * BLOCK * inputs * bits / 8;
+    for (int64_t i = 0; i < inputs; i += 2)
+      for (int64_t o = block * BLOCK; o < (block + 1) * BLOCK; o++) {
+        const int8_t* pair = numbers + o * inputs + i;
+        const uint8_t low = o < outputs ? (uint8_t)pair[0] : 0, high = o < outputs ? (uint8_t)pair[1] : 0;
+        if (bits == 8) {
+          *at++ = low;
+          *at++ = high;
+        } else {
+          *at++ = (uint8_t)(low | high << 4);
+        }
+      }
+  }
+}
+
 KVRING_EXPORT void kvring_layer(const Layer* layer, const Step* step, int item) {
   if (item == 4)
     run_layer<float>(*layer, *step);

@@ -41,6 +41,8 @@ class Packed(ctypes.Structure):
 
     _fields_ = (
         ("weight", c_void_p),
+        ("scales", c_void_p),
+        ("bits", c_int64),
         ("bias", c_void_p),
         ("outputs", c_int64),
         ("inputs", c_int64),
@@ -102,6 +104,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "kvring_vector": (c_int, ()),
     "kvring_packed_items": (c_int64, (c_int64, c_int64)),
     "kvring_pack": (None, (c_void_p, c_int64, c_int64, c_int, c_int, c_void_p)),
+    "kvring_pack_small": (None, (c_void_p, c_int64, c_int64, c_int, c_void_p)),
     "kvring_scratch_bytes": (c_int64, (POINTER(Layer), c_int64, c_int)),
     "kvring_layer": (None, (POINTER(Layer), POINTER(Step), c_int)),
     "kvring_linear_scratch_bytes": (c_int64, (c_int64, c_int64)),
@@ -144,6 +147,26 @@ class Library:
             weight.data_ptr(), outputs, inputs, paired, weight.itemsize, held.data_ptr()
         )
         return Weight(held, _floats(bias, outputs, paired=paired), outputs, inputs)
+
+    def pack_small(
+        self, numbers: Tensor, scales: Tensor, bits: int, bias: Tensor | None, *, paired: bool
+    ) -> Weight:
+        """int8 numbers [outputs, inputs]: of 8 bits, or of 4 as 0 to 15.
+
+        scales, float32: of 8 bits [outputs], of 4 bits [outputs, groups of 32, scale and zero].
+        """
+        outputs, inputs = numbers.shape
+        if paired:
+            numbers, scales = _paired(numbers), _paired(scales)
+        numbers = numbers.contiguous()
+        blocks = -(-outputs // WIDTH)
+        held = torch.empty(blocks * WIDTH * inputs * bits // 8, dtype=torch.uint8)
+        self._handle.kvring_pack_small(numbers.data_ptr(), outputs, inputs, bits, held.data_ptr())
+        whole = torch.zeros(blocks * WIDTH, *scales.shape[1:])
+        whole[:outputs] = scales
+        if bits == 4:
+            whole = whole.view(blocks, WIDTH, -1, 2).permute(0, 2, 3, 1).contiguous()
+        return Weight(held, _floats(bias, outputs, paired=paired), outputs, inputs, whole, bits)
 
     def linear(self, x: Tensor, weight: Weight, *, wide: bool) -> Tensor:
         """[..., rows, inputs] -> [..., rows, outputs]; wide: of float32."""
@@ -217,11 +240,25 @@ class Library:
 class Weight:
     """A packed weight and what keeps its memory."""
 
-    def __init__(self, held: Tensor, bias: Tensor | None, outputs: int, inputs: int) -> None:
-        self.held, self.bias = held, bias
+    def __init__(
+        self,
+        held: Tensor,
+        bias: Tensor | None,
+        outputs: int,
+        inputs: int,
+        scales: Tensor | None = None,
+        bits: int = 0,
+    ) -> None:
+        self.held, self.bias, self.scales = held, bias, scales
         self.outputs, self.inputs = outputs, inputs
-        address = None if bias is None else bias.data_ptr()
-        self.packed = Packed(held.data_ptr(), address, outputs, inputs)
+        addresses = [None if each is None else each.data_ptr() for each in (scales, bias)]
+        self.packed = Packed(held.data_ptr(), addresses[0], bits, addresses[1], outputs, inputs)
+
+
+def _paired(rows: Tensor) -> Tensor:
+    """The first half of [outputs, ...] and the second, alternating by 16."""
+    halves = rows.view(2, -1, WIDTH // 2, *rows.shape[1:])
+    return halves.transpose(0, 1).reshape(rows.shape)
 
 
 def _floats(bias: Tensor | None, outputs: int, *, paired: bool) -> Tensor | None:
@@ -229,7 +266,7 @@ def _floats(bias: Tensor | None, outputs: int, *, paired: bool) -> Tensor | None
     if bias is None:
         return None
     if paired:
-        bias = bias.view(2, -1, WIDTH // 2).transpose(0, 1).reshape(-1)
+        bias = _paired(bias)
     made = torch.zeros(-(-outputs // WIDTH) * WIDTH)
     made[:outputs] = bias.float()
     return made

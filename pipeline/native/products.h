@@ -8,6 +8,8 @@
 
 #include <omp.h>
 
+#include <vector>
+
 #include "vectors.h"
 
 #if defined(__AMX_BF16__) && defined(__AVX512BW__) && !defined(KVRING_NO_AMX)
@@ -19,8 +21,13 @@ constexpr int64_t BLOCK = 32;     // outputs
 constexpr int64_t AHEAD = 2048;   // numbers of a weight that are asked for before they are needed
 constexpr int64_t CHUNK = 1 << 20;  // bytes of rows that go through a block together: half an L2
 
+// A quantised weight (bits 8 or 4) is [blocks][k / 2][32 outputs][2 inputs]: an int8 each, or the two
+// inputs in one byte, low half first. scales: of 8 bits [outputs]; of 4 bits [blocks][k / 32][2][32],
+// a scale and a zero for 32 inputs. It is made a block of the operand's numbers before it is used.
 struct Packed {
   const void* weight;
+  const float* scales;
+  int64_t bits;  // 0: as memory has them
   const float* bias;  // [outputs, padded to whole blocks] or null
   int64_t outputs;
   int64_t inputs;
@@ -161,43 +168,119 @@ inline void share_of(int64_t count, int64_t& first, int64_t& last) {
   last = count * (thread + 1) / threads;
 }
 
+// Two inputs of one block of a quantised weight as operands; 8 bits without their scale, which is
+// exact. group: scales and zeros of 4 bits.
+inline void unpack(const uint8_t* from, int64_t bits, const float* group, int64_t i, float* to) {
+  to += i * BLOCK;
+  for (int64_t o = 0; o < BLOCK; o++) {
+    if (bits == 8) {
+      to[o] = (float)(int8_t)from[2 * o];
+      to[o + BLOCK] = (float)(int8_t)from[2 * o + 1];
+    } else {
+      to[o] = (float)(from[o] & 15) * group[o] + group[BLOCK + o];
+      to[o + BLOCK] = (float)(from[o] >> 4) * group[o] + group[BLOCK + o];
+    }
+  }
+}
+
+#ifdef KVRING_AMX
+inline void unpack(const uint8_t* from, int64_t bits, const float* group, int64_t i, bf16* to) {
+  to += i / 32 * 1024 + i % 32 / 2 * 32;
+  for (int64_t half = 0; half < 2; half++, to += 512) {
+    __m512i row;
+    if (bits == 8) {
+      const __m128i* at = (const __m128i*)(from + half * 32);
+      __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(at)));
+      __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(at + 1)));
+      row = (__m512i)_mm512_cvtne2ps_pbh(high, low);
+    } else {
+      __m512i both = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(from + half * 16)));
+      __m512 scale = _mm512_loadu_ps(group + half * 16);
+      __m512 zero = _mm512_loadu_ps(group + BLOCK + half * 16);
+      __m512 low = _mm512_cvtepi32_ps(_mm512_and_si512(both, _mm512_set1_epi32(15)));
+      __m512 high = _mm512_cvtepi32_ps(_mm512_srli_epi32(both, 4));
+      auto rounded = [&](__m512 numbers) {
+        return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(_mm512_fmadd_ps(numbers, scale, zero)));
+      };
+      row = _mm512_or_si512(rounded(low), _mm512_slli_epi32(rounded(high), 16));
+    }
+    _mm512_store_si512(to, row);
+  }
+}
+#endif
+
+// A block of a quantised weight as operands, in `memory`.
+template <class O>
+inline const O* unpacked(const Packed& p, int64_t block, std::vector<O>& memory) {
+  const int64_t k = p.inputs, row = BLOCK * 2 * p.bits / 8;
+  if ((int64_t)memory.size() < k * BLOCK + 32) memory.resize(k * BLOCK + 32);
+  O* to = (O*)(((uintptr_t)memory.data() + 63) / 64 * 64);
+  const uint8_t* from = (const uint8_t*)p.weight + block * BLOCK * k * p.bits / 8;
+  const float* scales = p.bits == 4 ? p.scales + block * (k / 32) * 2 * BLOCK : p.scales;
+  for (int64_t i = 0; i < k; i += 2, from += row) {
+    __builtin_prefetch(from + 2 * AHEAD);
+    unpack(from, p.bits, p.bits == 4 ? scales + i / 32 * 2 * BLOCK : scales, i, to);
+  }
+  return to;
+}
+
+template <class Each>
+inline void hand_over(int64_t row, int64_t count, int64_t block, const Packed& p, float* sums,
+                      const Each& each) {
+  for (int64_t i = 0; i < count; i++) {
+    float* of_row = sums + i * BLOCK;
+    if (p.bits == 8)
+      for (int64_t o = 0; o < BLOCK; o += VL)
+        store(of_row + o, load(of_row + o) * load(p.scales + block * BLOCK + o));
+    each(row + i, block, of_row);
+  }
+}
+
+// One block of outputs of rows [start, stop). configured: rows that the tiles are set for.
+template <class O, class W, class Each>
+inline void block_of(const O* x, int64_t lda, int64_t start, int64_t stop, const W* weight,
+                     const Packed& packed, int64_t block, int64_t& configured, const Each& each) {
+  alignas(64) float sums[BLOCK * BLOCK];
+#ifdef KVRING_AMX
+  if constexpr (sizeof(O) == 2) {
+    for (int64_t row = start; row < stop; row += BLOCK) {
+      const int64_t count = std::min(BLOCK, stop - row);
+      if (count != configured) {
+        configure((int)std::min<int64_t>(count, 16), (int)(count - 16));
+        configured = count;
+      }
+      amx_block(x + row * lda, lda, count, weight, packed.inputs, sums);
+      hand_over(row, count, block, packed, sums, each);
+    }
+    return;
+  }
+#endif
+  if constexpr (sizeof(O) == 4) {
+    for (int64_t row = start; row < stop; row += MR) {
+      const int64_t count = std::min<int64_t>(MR, stop - row);
+      multiply(x + row * lda, lda, count, weight, BLOCK, BLOCK, packed.inputs, sums, BLOCK, false);
+      hand_over(row, count, block, packed, sums, each);
+    }
+  }
+}
+
 // Calls each(row, block, sums) with the 32 sums of every row and every block of this thread's share.
 template <class T, class Each>
 void product(const operand<T>* x, int64_t lda, int64_t rows, const Packed& packed, const Each& each) {
+  static thread_local std::vector<operand<T>> made;
   const int64_t k = packed.inputs;
-  alignas(64) float sums[BLOCK * BLOCK];
   int64_t first, last;
   share_of(blocks_of(packed.outputs), first, last);
-  int64_t chunk = std::max<int64_t>(BLOCK, CHUNK / (k * (int64_t)sizeof(*x)) / BLOCK * BLOCK);
-#ifdef KVRING_AMX
-  constexpr bool amx = sizeof(T) == 2;
+  const int64_t chunk = std::max(BLOCK, CHUNK / (k * (int64_t)sizeof(*x)) / BLOCK * BLOCK);
   int64_t configured = 0;
-#endif
   for (int64_t start = 0; start < rows; start += chunk) {
     const int64_t stop = std::min(start + chunk, rows);
     for (int64_t block = first; block < last; block++) {
-      const T* weight = (const T*)packed.weight + block * BLOCK * k;
-#ifdef KVRING_AMX
-      if constexpr (amx) {
-        for (int64_t row = start; row < stop; row += BLOCK) {
-          const int64_t count = std::min(BLOCK, stop - row);
-          if (count != configured) {
-            configure((int)std::min<int64_t>(count, 16), (int)(count - 16));
-            configured = count;
-          }
-          amx_block(x + row * lda, lda, count, weight, k, sums);
-          for (int64_t i = 0; i < count; i++) each(row + i, block, sums + i * BLOCK);
-        }
-        continue;
-      }
-#endif
-      if constexpr (sizeof(*x) == 4) {
-        for (int64_t row = start; row < stop; row += MR) {
-          const int64_t count = std::min<int64_t>(MR, stop - row);
-          multiply(x + row * lda, lda, count, weight, BLOCK, BLOCK, k, sums, BLOCK, false);
-          for (int64_t i = 0; i < count; i++) each(row + i, block, sums + i * BLOCK);
-        }
-      }
+      if (packed.bits)
+        block_of(x, lda, start, stop, unpacked(packed, block, made), packed, block, configured, each);
+      else
+        block_of(x, lda, start, stop, (const T*)packed.weight + block * BLOCK * k, packed, block,
+                 configured, each);
     }
   }
 }
