@@ -72,6 +72,7 @@ def chain(
     weights: str = "dtype",
     activations: str = "dtype",
     kernels: str = "auto",
+    kv: str = "dtype",
 ) -> Chain:
     return Chain(
         [
@@ -85,6 +86,7 @@ def chain(
                 weights=weights,
                 activations=activations,
                 kernels=kernels,
+                kv=kv,
             )
             for cut in pairwise(cuts)
         ]

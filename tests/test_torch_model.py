@@ -110,8 +110,8 @@ def test_payload_keeps_its_rows(tmp_path: Path) -> None:
         block = TorchModel(source, (0, 2), slots=1, capacity=10, dtype=dtype)
         payload = block.forward([segment(0, [1, 2, 3], want=0)], None).payload
         assert payload is not None
-        assert payload.shape == (3, 48)
-        assert len(payload.data) == 3 * 48 * size
+        assert payload.shape == (3, 96)
+        assert len(payload.data) == 3 * 96 * size
         kept = bytes(payload.data)
         block.forward([segment(0, [4, 5, 6], want=0)], None)
         assert bytes(payload.data) == kept

@@ -101,6 +101,7 @@ def up(
     weights: options.Weights = options.WeightKind.DTYPE,
     activations: options.Activations = options.ActivationKind.DTYPE,
     kernels: options.Kernels = options.KernelKind.AUTO,
+    kv: options.Kv = options.KvKind.DTYPE,
     threads: options.Threads = None,
     drafter: options.Drafter = options.DrafterKind.LOOKUP,
     draft_model: options.DraftModel = None,

@@ -40,6 +40,14 @@ class ActivationKind(StrEnum):
     FP8 = "fp8"
 
 
+class KvKind(StrEnum):
+    """How keys and values lie in the slots."""
+
+    DTYPE = "dtype"
+    INT8 = "int8"
+    FP8 = "fp8"
+
+
 class DrafterKind(StrEnum):
     """How next tokens are guessed ahead."""
 
@@ -131,6 +139,9 @@ Activations = Annotated[
 ]
 Kernels = Annotated[
     KernelKind, typer.Option(help="On a CPU: native ones are compiled once, else torch's.")
+]
+Kv = Annotated[
+    KvKind, typer.Option(help="Rows in slots: as --dtype, or 1 byte a number for twice the rows.")
 ]
 Threads = Annotated[
     int | None, typer.Option(min=1, help="Per stage [default: the cores, shared out].")

@@ -318,17 +318,17 @@ KVRING_EXPORT void kvring_linear(const void* x, int64_t rows, const Packed* pack
 }
 
 // query, to: rows of [heads, size] with the given strides (of a head, of a row), in numbers.
-KVRING_EXPORT void kvring_attention(const Heads* heads, const Part* parts, int64_t count, const void* query,
+KVRING_EXPORT void kvring_attention(const Heads* heads, const Part* part, const void* query,
                       int64_t head_stride, int64_t row_stride, const void* keys, const void* values,
                       void* to, int item, int64_t threads) {
   const int64_t stride = heads->heads * heads->size;
 #pragma omp parallel num_threads((int)threads)
   {
     if (item == 4)
-      attend_all(*heads, parts, count, (const float*)query, head_stride, row_stride, keys, values,
+      attend_all(*heads, part, 1, (const float*)query, head_stride, row_stride, keys, values,
                  (float*)to, stride);
     else
-      attend_all(*heads, parts, count, (const bf16*)query, head_stride, row_stride, keys, values,
+      attend_all(*heads, part, 1, (const bf16*)query, head_stride, row_stride, keys, values,
                  (bf16*)to, stride);
 #ifdef KVRING_AMX
     _tile_release();

@@ -27,6 +27,7 @@ from torch import Tensor
 _SOURCES = ("vectors.h", "products.h", "attention.h", "layer.cpp")
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-w")
 _NO_AMX = "-DKVRING_NO_AMX"
+_COMPILERS = ("c++", "g++", "clang++")
 _SECONDS = 120  # for a compiler on a busy machine
 WIDTH = 32  # inputs of a product come in multiples of it, and a head's numbers in those of half
 DTYPES = (torch.float32, torch.bfloat16)
@@ -115,7 +116,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "kvring_attention": (
         None,
         (
-            *(POINTER(Heads), c_void_p, c_int64, c_void_p, c_int64, c_int64),
+            *(POINTER(Heads), c_void_p, c_void_p, c_int64, c_int64),
             *(c_void_p, c_void_p, c_void_p, c_int, c_int64),
         ),
     ),
@@ -189,28 +190,29 @@ class Library:
 
     def attention(
         self,
-        parts: Tensor,
+        part: tuple[int, int, int],
         query: Tensor,
         keys: Tensor,
         values: Tensor,
         out: Tensor,
-        *,
         scaling: float,
         window: int | None,
         sinks: Tensor | None,
     ) -> None:
-        """Query [heads, rows, size], any strides but of size; out [rows, heads, size].
+        """Query [heads, rows, size], out [rows, heads, size]: those of one sequence.
 
-        parts: int64 [n, 4] of slot, start, end and first row. keys and values: as the slots have
-        them, the parts' own written. window, sinks: see attention.h.
+        part: its rows [start, end) and the first of them in the frame. keys and values: [key
+        heads, at least end rounded up to 32, size] with its own written. window, sinks: see
+        attention.h.
         """
+        if query.stride(2) != 1:
+            query = query.contiguous()
         sinks = None if sinks is None else sinks.float()
         address = None if sinks is None else sinks.data_ptr()
-        sizes = (len(query), keys.shape[1], query.shape[2], keys.shape[2], window or 0)
+        sizes = (len(query), len(keys), query.shape[2], keys.shape[1], window or 0)
         self._handle.kvring_attention(
             byref(Heads(*sizes, address, scaling)),
-            parts.data_ptr(),
-            len(parts),
+            (c_int64 * 4)(0, *part),
             query.data_ptr(),
             query.stride(0),
             query.stride(1),
@@ -287,7 +289,8 @@ def library(*flags: str) -> Library:
         try:
             handle = ctypes.CDLL(str(place))
         except OSError as error:
-            raise NativeError(f"{place} does not load: {error}") from error
+            place.unlink(missing_ok=True)
+            raise NativeError(f"{place.name} does not load: {error}") from error
         amx = handle.kvring_setup()
         if amx >= 0:
             return Library(handle, amx=bool(amx))
@@ -303,10 +306,9 @@ def cached() -> bool:
 
 
 def _compiler() -> str:
-    names = (os.environ["CXX"],) if os.environ.get("CXX") else ("c++", "g++", "clang++")
-    found = next((path for name in names if (path := shutil.which(name))), None)
+    found = next((path for name in _COMPILERS if (path := shutil.which(name))), None)
     if found is None:
-        raise NativeError(f"no C++ compiler ({', '.join(names)})")
+        raise NativeError(f"no C++ compiler ({', '.join(_COMPILERS)})")
     return found
 
 
@@ -334,9 +336,8 @@ def _processor() -> str:
 
 def _cache() -> Path:
     """The folder of compiled kernels: ours alone, for whoever writes there runs code in a stage."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = base / "kvring"
     try:
+        folder = Path.home() / ".cache" / "kvring"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
     except (OSError, RuntimeError):
