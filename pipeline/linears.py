@@ -64,10 +64,7 @@ def _held(
         numbers, scale = _int8(weight)
         return native.pack_small(numbers, scale.float(), 8, bias, paired=paired)
     if weights == "int4":
-        numbers, pairs = _int4(weight)
-        scale, zero = pairs.float().unbind(2)  # W = q * scale + (zero - 8 * scale)
-        scales = torch.stack((scale, zero - 8 * scale), 2)
-        return native.pack_small(numbers, scales, 4, bias, paired=paired)
+        return native.pack_small(*_int4(weight), 4, bias, paired=paired)
     return native.pack(weight, bias, paired=paired)
 
 

@@ -70,12 +70,14 @@ def test_products_with_quantised_weights(native: Library, dtype: torch.dtype, bi
     generator = torch.Generator().manual_seed(7)
     low, high = (-127, 128) if bits == 8 else (0, 16)
     numbers = torch.randint(low, high, (outputs, inputs), generator=generator).to(torch.int8)
-    scales = normal(8, outputs) if bits == 8 else normal(8, outputs, inputs // 32, 2)
+    scales = normal(8, outputs)
+    if bits == 4:
+        scales = normal(8, outputs, inputs // 32, 2).bfloat16()
     if bits == 8:
         weight = numbers.double() * scales.double()[:, None]
     else:
         scale, zero = scales.double().repeat_interleave(32, 1).unbind(2)
-        weight = numbers.double() * scale + zero
+        weight = (numbers.double() - 8) * scale + zero
     x, bias = normal(9, max(ROWS), inputs).to(dtype), normal(10, outputs)
     for paired in (False, True):
         packed = native.pack_small(numbers, scales, bits, bias, paired=paired)

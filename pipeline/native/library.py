@@ -154,7 +154,8 @@ class Library:
     ) -> Weight:
         """int8 numbers [outputs, inputs]: of 8 bits, or of 4 as 0 to 15.
 
-        scales, float32: of 8 bits [outputs], of 4 bits [outputs, groups of 32, scale and zero].
+        scales: of 8 bits float32 [outputs], of 4 bits bfloat16 [outputs, groups of 32, scale and
+        zero]; see products.h.
         """
         outputs, inputs = numbers.shape
         if paired:
@@ -163,7 +164,7 @@ class Library:
         blocks = -(-outputs // WIDTH)
         held = torch.empty(blocks * WIDTH * inputs * bits // 8, dtype=torch.uint8)
         self._handle.kvring_pack_small(numbers.data_ptr(), outputs, inputs, bits, held.data_ptr())
-        whole = torch.zeros(blocks * WIDTH, *scales.shape[1:])
+        whole = scales.new_zeros(blocks * WIDTH, *scales.shape[1:])
         whole[:outputs] = scales
         if bits == 4:
             whole = whole.view(blocks, WIDTH, -1, 2).permute(0, 2, 3, 1).contiguous()
@@ -283,9 +284,9 @@ def library(*flags: str) -> Library:
 
     flags: more of them for the compiler, for another processor than this.
     """
-    compiler = _compiler()
+    path = compiler()
     for extra in (flags, (*flags, _NO_AMX)):
-        place = _compiled(compiler, extra)
+        place = _compiled(path, extra)
         try:
             handle = ctypes.CDLL(str(place))
         except OSError as error:
@@ -300,12 +301,13 @@ def library(*flags: str) -> Library:
 def cached() -> bool:
     """Whether `library` will not have to compile."""
     try:
-        return _place(_compiler(), ()).exists()
+        return _place(compiler(), ()).exists()
     except NativeError:
         return True
 
 
-def _compiler() -> str:
+def compiler() -> str:
+    """Where the C++ compiler is. Raises NativeError where there is none."""
     found = next((path for name in _COMPILERS if (path := shutil.which(name))), None)
     if found is None:
         raise NativeError(f"no C++ compiler ({', '.join(_COMPILERS)})")

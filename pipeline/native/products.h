@@ -22,11 +22,12 @@ constexpr int64_t AHEAD = 2048;   // numbers of a weight that are asked for befo
 constexpr int64_t CHUNK = 1 << 20;  // bytes of rows that go through a block together: half an L2
 
 // A quantised weight (bits 8 or 4) is [blocks][k / 2][32 outputs][2 inputs]: an int8 each, or the two
-// inputs in one byte, low half first. scales: of 8 bits [outputs]; of 4 bits [blocks][k / 32][2][32],
-// a scale and a zero for 32 inputs. It is made a block of the operand's numbers before it is used.
+// inputs in one byte, low half first. scales: of 8 bits float [outputs]: W = q * scale; of 4 bits
+// bfloat16 [blocks][k / 32][2][32], for 32 inputs: W = (q - 8) * scale + zero. It is made a block of
+// the operand's numbers before it is used.
 struct Packed {
   const void* weight;
-  const float* scales;
+  const void* scales;
   int64_t bits;  // 0: as memory has them
   const float* bias;  // [outputs, padded to whole blocks] or null
   int64_t outputs;
@@ -170,21 +171,22 @@ inline void share_of(int64_t count, int64_t& first, int64_t& last) {
 
 // Two inputs of one block of a quantised weight as operands; 8 bits without their scale, which is
 // exact. group: scales and zeros of 4 bits.
-inline void unpack(const uint8_t* from, int64_t bits, const float* group, int64_t i, float* to) {
+inline void unpack(const uint8_t* from, int64_t bits, const bf16* group, int64_t i, float* to) {
   to += i * BLOCK;
   for (int64_t o = 0; o < BLOCK; o++) {
     if (bits == 8) {
       to[o] = (float)(int8_t)from[2 * o];
       to[o + BLOCK] = (float)(int8_t)from[2 * o + 1];
     } else {
-      to[o] = (float)(from[o] & 15) * group[o] + group[BLOCK + o];
-      to[o + BLOCK] = (float)(from[o] >> 4) * group[o] + group[BLOCK + o];
+      const float scale = wide(group[o]), zero = wide(group[BLOCK + o]);
+      to[o] = (float)((from[o] & 15) - 8) * scale + zero;
+      to[o + BLOCK] = (float)((from[o] >> 4) - 8) * scale + zero;
     }
   }
 }
 
 #ifdef KVRING_AMX
-inline void unpack(const uint8_t* from, int64_t bits, const float* group, int64_t i, bf16* to) {
+inline void unpack(const uint8_t* from, int64_t bits, const bf16* group, int64_t i, bf16* to) {
   to += i / 32 * 1024 + i % 32 / 2 * 32;
   for (int64_t half = 0; half < 2; half++, to += 512) {
     __m512i row;
@@ -194,11 +196,11 @@ inline void unpack(const uint8_t* from, int64_t bits, const float* group, int64_
       __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(at + 1)));
       row = (__m512i)_mm512_cvtne2ps_pbh(high, low);
     } else {
+      const __m512i eight = _mm512_set1_epi32(8), low_half = _mm512_set1_epi32(15);
       __m512i both = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(from + half * 16)));
-      __m512 scale = _mm512_loadu_ps(group + half * 16);
-      __m512 zero = _mm512_loadu_ps(group + BLOCK + half * 16);
-      __m512 low = _mm512_cvtepi32_ps(_mm512_and_si512(both, _mm512_set1_epi32(15)));
-      __m512 high = _mm512_cvtepi32_ps(_mm512_srli_epi32(both, 4));
+      __m512 scale = (__m512)load(group + half * 16), zero = (__m512)load(group + BLOCK + half * 16);
+      __m512 low = _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_and_si512(both, low_half), eight));
+      __m512 high = _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_srli_epi32(both, 4), eight));
       auto rounded = [&](__m512 numbers) {
         return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(_mm512_fmadd_ps(numbers, scale, zero)));
       };
@@ -216,10 +218,10 @@ inline const O* unpacked(const Packed& p, int64_t block, std::vector<O>& memory)
   if ((int64_t)memory.size() < k * BLOCK + 32) memory.resize(k * BLOCK + 32);
   O* to = (O*)(((uintptr_t)memory.data() + 63) / 64 * 64);
   const uint8_t* from = (const uint8_t*)p.weight + block * BLOCK * k * p.bits / 8;
-  const float* scales = p.bits == 4 ? p.scales + block * (k / 32) * 2 * BLOCK : p.scales;
+  const bf16* groups = (const bf16*)p.scales + block * (k / 32) * 2 * BLOCK;
   for (int64_t i = 0; i < k; i += 2, from += row) {
     __builtin_prefetch(from + 2 * AHEAD);
-    unpack(from, p.bits, p.bits == 4 ? scales + i / 32 * 2 * BLOCK : scales, i, to);
+    unpack(from, p.bits, groups + i / 32 * 2 * BLOCK, i, to);
   }
   return to;
 }
@@ -231,7 +233,7 @@ inline void hand_over(int64_t row, int64_t count, int64_t block, const Packed& p
     float* of_row = sums + i * BLOCK;
     if (p.bits == 8)
       for (int64_t o = 0; o < BLOCK; o += VL)
-        store(of_row + o, load(of_row + o) * load(p.scales + block * BLOCK + o));
+        store(of_row + o, load(of_row + o) * load((const float*)p.scales + block * BLOCK + o));
     each(row + i, block, of_row);
   }
 }

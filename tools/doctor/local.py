@@ -58,8 +58,23 @@ def torch_checks(threads: int | None, wanted: Sequence[str] = ()) -> Iterator[Ch
     yield ok("torch", f"{torch.__version__}, computes on {', '.join(kinds)}")
     cores = os.cpu_count() or 1
     yield _threads(threads, cores, torch.get_num_threads())
+    if "cpu" in wanted or (not wanted and kinds == ["cpu"]):
+        yield kernels_check()
     for kind in dict.fromkeys((*kinds, *wanted)):
         yield device_check(kind)
+
+
+def kernels_check() -> Check:
+    """Whether stages on this CPU will have native kernels."""
+    from pipeline.native.library import NativeError, cached, compiler, library
+
+    try:
+        if not cached():
+            return ok("kernels", f"{compiler()} will compile native ones when a stage starts")
+        return ok("kernels", library().describe())
+    except NativeError as error:
+        advice = "install one (g++); until then torch's kernels serve, at twice the time and more"
+        return warn("kernels", str(error), advice, See.TORCH)
 
 
 def _threads(threads: int | None, cores: int, usual: int) -> Check:
