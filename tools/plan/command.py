@@ -11,7 +11,7 @@ from tools.client import Client
 from tools.doctor.checks import size
 from tools.errors import USAGE, ToolError
 from tools.measuring import Measured, ask, join
-from tools.plan.costs import PROMPT_TOKENS, Block, Costs, Prediction
+from tools.plan.costs import NOISE, PROMPT_TOKENS, Block, Costs, Prediction
 from tools.plan.rewrite import planned, rewritten
 from tools.plan.split import MOST_ORDERED
 from tools.security import trust_of_coordinator
@@ -39,11 +39,10 @@ def run_plan(
         raise ToolError(text, code=USAGE)
     found = measure(config, spec, url, api_key)
     costs = Costs(found, config.limits, turns or config.limits.slots, alone=alone)
-    now = costs.predict(range(len(spec.stages)), [each.count for each in found.machines])
-    assert now is not None, "the ring that was measured is connected"
-    best = costs.best()
+    now, best = costs.now(), costs.best()
     if as_json:
-        print(json_text({"now": _json(now), "planned": _json(best)}, indent=2))
+        said = {"now": _json(now), "planned": _json(best), "worth_a_restart": best != now}
+        print(json_text(said, indent=2))
     else:
         sys.stdout.write("\n".join(_report(found, now, best)) + "\n")
     if write is not None:
@@ -51,8 +50,12 @@ def run_plan(
         after = planned(config, spec.name, stages)
         text = ring.read_text(encoding="utf-8")
         write.write_text(rewritten(text, ring.parent, config, after), encoding="utf-8")
-        print(f"wrote {write}: copy it to every machine, then restart all stages, then the "
-              "coordinator", file=sys.stderr)  # fmt: skip
+        then = (
+            "the layers are the present ones: nothing has to be started again"
+            if best == now
+            else "copy it to every machine, then restart all stages, then the coordinator"
+        )
+        print(f"wrote {write}: {then}", file=sys.stderr)
     return 0
 
 
@@ -141,6 +144,11 @@ def _report(found: Measured, now: Prediction, best: Prediction) -> list[str]:
     order = [block.machine.name for block in best.blocks]
     if order != [block.machine.name for block in now.blocks]:
         lines.append(f"in another order: {', '.join(order)}")
+    if best == now:
+        lines.append(
+            f"the present split is as good: none gains more than {NOISE:.0%}, and measurements "
+            "differ by as much"
+        )
     if not now.fits:
         lines.append("now: a block leaves its device less than a twentieth of its memory")
     return lines
