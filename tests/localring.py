@@ -19,6 +19,7 @@ from coord.actions import Action, Admitted, Send, Tokens
 from coord.coordinator import Coordinator
 from coord.gateway import Settings, build_app
 from coord.http.keys import Key
+from coord.http.limits import Door
 from coord.tokenizer import ByteTokenizer, Tokenizer
 from pipeline.model import StageModel, ToyModel
 from pipeline.stage import CopyRows, DropRows, Forward, Stage
@@ -146,6 +147,7 @@ def play(
     keys: tuple[Key, ...] = (),
     tokenizer: Tokenizer | None = None,
     settings: Settings | None = None,
+    door: Door | None = None,
     **options: Any,
 ) -> None:
     """Run a scene against the HTTP API of a fresh ring; call(method, path, body, key=...)."""
@@ -154,7 +156,7 @@ def play(
         ring = LocalRing(**options)
         await ring.open()
         used = replace(settings or Settings(), api_keys=keys)
-        app = build_app(ring, tokenizer or ByteTokenizer(), used)
+        app = build_app(ring, tokenizer or ByteTokenizer(), used, door)
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
 

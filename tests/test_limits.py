@@ -281,6 +281,30 @@ def test_a_refused_body_is_given_back() -> None:
 # ---- draining -----------------------------------------------------------------------------------
 
 
+def test_readiness_tells_how_many_turns_a_drain_waits_for() -> None:
+    door = Door(dict)
+
+    async def scene(ring: LocalRing, call: Call) -> None:
+        def missing(response: httpx.Response) -> object:
+            body = response.json()
+            assert (response.status_code, body["state"]) == (503, "draining")
+            return body["missing"]
+
+        with stalled(ring):
+            running = [begin(call("POST", TEXT, asking(prompt_of(n)))) for n in (1, 2)]
+            await settle(ring, 2, 0)
+            closing = asyncio.ensure_future(door.drain(30.0))
+            await asyncio.sleep(0)
+            assert missing(await call("GET", "/ready")) == "draining: 2 turns are still running"
+        for each in running:
+            assert (await each).status_code == 200
+        assert await closing
+        said = missing(await call("GET", "/ready"))
+        assert said == "drained: no turn is running, and no new one is taken"
+
+    play(scene, door=door)
+
+
 def test_a_closed_door_says_when_to_come_back() -> None:
     async def main() -> None:
         door = Door(dict)

@@ -19,6 +19,7 @@ from tests.toyclient import complete, truth
 from tools import cli
 from tools.errors import ToolError
 from tools.measuring import Link, Machine, Measured
+from tools.plan.command import _report
 from tools.plan.costs import Costs
 from tools.plan.rewrite import planned, rewritten
 from tools.plan.split import quickest, split
@@ -199,6 +200,19 @@ def test_a_plan_that_is_no_better_says_so(
     assert "then restart all stages" in told
     assert "layers = [0, 7]" in new.read_text()
     assert json.loads(plan(1.3, "--json")[0])["worth_a_restart"] is True
+
+
+def test_a_narrow_terminal_gets_the_table_in_pieces() -> None:
+    found = two_stages(1.3)
+    costs = Costs(found, LIMITS, 2)
+    wide = _report(found, costs.now(), costs.best())
+    narrow = _report(found, costs.now(), costs.best(), 60)
+    tables = [line for line in narrow if line.startswith(("stage", "s0", "s1"))]
+    assert max(map(len, tables)) <= 60
+    assert [line.split()[0] for line in tables] == ["stage", "s0", "s1"] * 2
+    heading = " ".join(tables[0].split() + tables[3].split()[1:])
+    assert heading == " ".join(wide[0].split()), "no heading is cut, none is lost"
+    assert tables[1].split() + tables[4].split()[1:] == wide[1].split()
 
 
 def test_the_ends_hold_more_and_the_tail_computes_more() -> None:

@@ -16,6 +16,7 @@ from tools.plan.rewrite import planned, rewritten
 from tools.plan.split import MOST_ORDERED
 from tools.security import trust_of_coordinator
 from tools.serve import load_config
+from tools.terminal import GAP, pieces, width
 from transport.config import Config, Ring
 from transport.link import LinkError
 
@@ -44,7 +45,8 @@ def run_plan(
         said = {"now": _json(now), "planned": _json(best), "worth_a_restart": best != now}
         print(json_text(said, indent=2))
     else:
-        sys.stdout.write("\n".join(_report(found, now, best)) + "\n")
+        columns = width(sys.stdout) if sys.stdout.isatty() else None
+        sys.stdout.write("\n".join(_report(found, now, best, columns)) + "\n")
     if write is not None:
         stages = [(block.machine.name, block.layers) for block in best.blocks]
         after = planned(config, spec.name, stages)
@@ -105,7 +107,10 @@ def _same(found: Measured, ring: Ring) -> Measured:
 # ---- what is printed -----------------------------------------------------------------------------
 
 
-def _report(found: Measured, now: Prediction, best: Prediction) -> list[str]:
+def _report(
+    found: Measured, now: Prediction, best: Prediction, columns: int | None = None
+) -> list[str]:
+    """columns: of the terminal, in which the table is folded; None where there is none."""
     header = [
         "stage",
         "device",
@@ -114,17 +119,18 @@ def _report(found: Measured, now: Prediction, best: Prediction) -> list[str]:
         "layers",
         "planned",
         "decode ms",
-        "planned",
+        "planned ms",
         "row ms",
     ]
     measured = {block.machine.name: block for block in now.blocks}
     rows = [header, *(_row(measured[block.machine.name], block) for block in best.blocks)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-    lines = [
-        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-    lines.append("")
+    lines = []
+    for piece in pieces(widths, columns):
+        for row in rows:
+            cells = [row[column].ljust(widths[column]) for column in piece]
+            lines.append((" " * GAP).join(cells).rstrip())
+        lines.append("")
     for link in found.links:
         ends = f"{link.source or 'coordinator'} to {link.target or 'coordinator'}"
         trip = (
