@@ -69,9 +69,9 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> int:
     """Measure the running stages of a ring, and split its layers by their speed and memory."""
+    options.check_ring(ring)
     from tools.plan.command import run_plan
 
-    options.check_ring(ring)
     return run_plan(
         ring=ring,
         name=name,
