@@ -43,6 +43,7 @@ class LocalRing(Coordinator):
         park_bytes: int = 0,
         models: Sequence[StageModel] = (),
         queue_turns: int = 256,
+        resume_s: float = 60.0,
     ) -> None:
         self.models = models or [
             ToyModel((i, i + 1), 2, slots=slots, capacity=1024) for i in range(2)
@@ -57,6 +58,7 @@ class LocalRing(Coordinator):
             chunk_tokens=64,
             park_bytes=park_bytes,
             queue_turns=queue_turns,
+            resume_s=resume_s,
             lost_after_s=1e6,  # nobody beats after the start
             frame_timeout_s=1e6,
         )

@@ -249,6 +249,23 @@ def test_a_killed_stage_loses_no_token(victim: str, hand: Hand) -> None:
     assert complete(ring.url, after, 30).tokens == truth(after, 30)
 
 
+def test_a_request_during_a_loss_waits_for_the_ring(hand: Hand) -> None:
+    """Case 28: neither whole nor streamed is it refused, while the stage is started again."""
+    fleet, ring, running = hand
+    prompts = [prompt_of(77 + at, 40) for at in range(2)]
+    running["s1"].kill()
+    fleet.not_ready(ring.url, "s1")
+    with ThreadPoolExecutor(2) as pool:
+        whole = pool.submit(complete, ring.url, prompts[0], 20)
+        streamed = pool.submit(stream, ring.url, prompts[1], 20)
+        until("both wait", lambda: get(f"{ring.url}/ring").json()["turns"]["waiting"] == 2)
+        assert not whole.done()
+        running["s1"] = fleet.stage(ring, "s1")
+        answers = [whole.result(), streamed.result()]
+    assert [each.tokens for each in answers] == [truth(each, 20) for each in prompts]
+    processes.idle(ring.url)
+
+
 def test_a_stopped_stage_is_lost_and_comes_back(hand: Hand) -> None:
     """Case 28: SIGSTOP, then SIGCONT: the same process, the same stream."""
     fleet, ring, running = hand
