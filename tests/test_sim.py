@@ -40,6 +40,9 @@ SAMPLED = (
     "a copy is not checked",
     "no refusal is told",
     "a stage does not tell of lost frames",
+    "a measurement's trial writes over rows that are held",
+    "a measurement meets a stage twice",
+    "a new turn is refused as soon as a ring is lost",
 )
 
 

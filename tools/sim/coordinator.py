@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 from random import Random
 
 from coord.actions import Action, Admitted, Draft, Failed, Finished, Send, Tokens
@@ -27,6 +28,7 @@ from transport.frame import (
     Frame,
     Free,
     LinkGap,
+    Measure,
     Reject,
     Run,
     Submit,
@@ -43,6 +45,10 @@ MAX_SPIN = 1000  # if there are so many in a row
 UNANSWERED = 0.05  # of what the draft model is asked
 
 Event = Admitted | Tokens | Finished | Failed
+
+
+def unmeasured(_: Measure) -> None:
+    """Nobody has asked."""
 
 
 def unheard(_: Event) -> None:
@@ -65,6 +71,7 @@ class CoordinatorProcess(Receiver):
         self.config = shape.config()
         self.life = 0
         self.hear: Callable[[Event], None] = unheard
+        self.measured: Callable[[Measure], None] = unmeasured
         self.replies: deque[tuple[Frame, Envelope]] = deque(maxlen=REPLIES)
         self.confused: dict[str, Envelope] = {}  # ring: whose name such a reply comes under
         self._stages = stages
@@ -108,6 +115,7 @@ class CoordinatorProcess(Receiver):
         )
         self._timer, self._looked_at = None, -LATE_NS
         self.last_turn = 0
+        self._served_s = -inf  # until then a ring of this life was ready
         self.rise()
         self.take(Tick())
 
@@ -162,6 +170,8 @@ class CoordinatorProcess(Receiver):
             self.replies.append((frame, envelope))
             if isinstance(frame, Reject):
                 self._checks.refused(frame, self.scheduler)
+        if isinstance(frame, Measure):
+            self.measured(frame)
         self.take(frame, Direction.IN, envelope)
         if isinstance(frame, LinkGap):
             self._checks.gap(frame, self.scheduler)
@@ -178,6 +188,9 @@ class CoordinatorProcess(Receiver):
             link = envelope.sender if envelope is not None else "coordinator"
             self._recording.note(now, direction, link, frame, envelope)
         scheduler = self.scheduler
+        for ring in scheduler.rings.values():
+            if ring.phase is Phase.READY:
+                self._served_s = now / 1e9
         for action in scheduler.handle(frame, now / 1e9):
             self._perform(action)
         checks.frames += 1
@@ -201,9 +214,17 @@ class CoordinatorProcess(Receiver):
         elif isinstance(action, Draft):
             self._draft(action)
         else:
+            if isinstance(action, Failed) and action.code == "not_ready":
+                self._refused(action)
             ring = self.scheduler.rings[action.ring] if isinstance(action, Admitted) else None
             self._checks.heard(action, 0 if ring is None else ring.epoch)
             self.hear(action)
+
+    def _refused(self, action: Failed) -> None:
+        """A loss is ridden out: only a ring that is away for longer takes no turn at all."""
+        away_s = self.heap.now / 1e9 - self._served_s
+        if away_s < self.config.limits.resume_s:
+            violated("needless refusal", f"{action}, and a ring served {away_s:g} s ago")
 
     def _confuse(self, run: Run) -> None:
         """An answer to another frame of that number comes before its own."""

@@ -158,6 +158,24 @@ class Operate:
 
 
 @dataclass(frozen=True, slots=True)
+class Ask:
+    """An operator measures a ring. busy_us: what a stage's trial takes; rounds: of all stages."""
+
+    at_us: int
+    ring: int
+    wide: bool
+    busy_us: int
+    rounds: int
+
+    def words(self) -> str:
+        """For people."""
+        return (
+            f"an operator measures ring r{self.ring} {self.rounds} times, "
+            f"{self.busy_us} us in each stage"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Stall:
     """A stage stands still. whole: the process, so that its heartbeats stop too."""
 
@@ -291,7 +309,7 @@ class Damage:
 
 
 Fault: TypeAlias = Stall | Crash | Gap | Stale | Confuse | Pause | Restart | Damage
-Entry: TypeAlias = Say | Leave | Operate | Fault
+Entry: TypeAlias = Say | Leave | Operate | Ask | Fault
 
 
 @dataclass(frozen=True, slots=True)
