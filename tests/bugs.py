@@ -15,7 +15,7 @@ import coord.scheduler
 import pipeline.stage
 from coord.inflight import InFlight
 from coord.ledger import Ledger, Placement, Wanted
-from coord.ring import Ring
+from coord.ring import READY, Ring
 from coord.rollcall import claims, renewed
 from coord.scheduler import Scheduler
 from coord.turn import Turn
@@ -484,3 +484,11 @@ def _(patcher: pytest.MonkeyPatch) -> None:
         self._lost_at = -inf
 
     patcher.setattr(Scheduler, "_lose", forgetful)
+
+
+@mutation("a spare ring serves beside the others", "")
+def _(patcher: pytest.MonkeyPatch) -> None:
+    def all_of_them(rings: Any) -> list[Ring]:
+        return [each for each in rings.values() if each.phase is READY]
+
+    patcher.setattr(coord.admission, "_serving", all_of_them)

@@ -79,6 +79,7 @@ def draw(seed: int, options: Options) -> Script:
 
 
 def _shape(seed: int, random: Random, options: Options) -> Shape:
+    beside = Random(f"{seed} beside")  # of its own: the rest of a seed is as it was before
     low, high = options.rings
     rings = min(high, max(low, random.choice((1, 1, 1, 1, 2, 2, 3))))
     low, high = options.stages
@@ -112,6 +113,8 @@ def _shape(seed: int, random: Random, options: Options) -> Shape:
         draft_right=random.choice((0.5, 0.9, 1.0)),
         codec=random.random() < 0.04,
         eager=random.random() < 0.25,
+        spares=beside.randrange(rings) if beside.random() < 0.4 else 0,
+        memory=beside.random() < 0.6,
     )
 
 

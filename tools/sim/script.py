@@ -34,6 +34,8 @@ class Shape:
     link_us: one way, and up to jitter_us more; frame_us and row_us: what a forward takes in each
     stage; draft_us: the draft model's answer, right with chance draft_right a token. codec: frames
     are encoded and decoded on every link. eager: frames reach a stage's core while a forward runs.
+    spares: so many rings, the last ones, serve only while another is lost. memory: the coordinator
+    has a state file.
     """
 
     seed: int
@@ -50,6 +52,8 @@ class Shape:
     draft_right: float = 0.8
     codec: bool = False
     eager: bool = False
+    spares: int = 0
+    memory: bool = False
 
     @property
     def layers(self) -> int:
@@ -73,7 +77,8 @@ class Shape:
             Stage(f"{name}s{i}", f"tcp://{name}s{i}:1", (cuts[i], cuts[i + 1]))
             for i in range(count)
         )
-        return Ring(name, f"tcp://{name}:1", stages)
+        spare = number >= len(self.stages) - self.spares
+        return Ring(name, f"tcp://{name}:1", stages, spare=spare)
 
     def words(self) -> str:
         """One line for people: what differs from the defaults."""

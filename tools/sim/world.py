@@ -184,7 +184,7 @@ class World:
         self._until(self.coordinator.idle, SETTLE_S, "nothing is in flight")
         scheduler, slots = self.coordinator.scheduler, self.script.shape.limits.slots
         self.coordinator.hear = unheard
-        wanted = slots * len(self.stages)
+        wanted = slots * (len(self.stages) - self.script.shape.spares)
         turns = [
             self.coordinator.prepare(Submit(0, (number, *range(9)), 1)) for number in range(wanted)
         ]
