@@ -1,6 +1,6 @@
 """Owns what the bytes of MXFP4 mean: 32 values of 4 bits (e2m1) that share a power of two (e8m0).
 
-Read some rows at a time: beside the tensor that is made there are never more than a few megabytes.
+Read some rows at a time: beside the tensor that is made there are never more than some megabytes.
 Format: OCP Microscaling Formats (MX) v1.0, sections 5.2 and 5.4; that the even value of a byte is
 its low half is how gpt_oss is published (transformers.integrations.mxfp4).
 """
@@ -13,7 +13,8 @@ from pipeline.tensors import Entry
 
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BIAS = 127
-_AT_ONCE = 1 << 20  # values: 4 MB of float32
+# values, 1 MB of float32: larger blocks are mapped anew each time (pipeline.heap)
+_AT_ONCE = 1 << 18
 
 
 def unpacked(blocks: Entry, scales: Entry, dtype: torch.dtype) -> torch.Tensor:
