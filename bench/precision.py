@@ -19,13 +19,18 @@ from pipeline.weights import open_model
 from transport.frame import GREEDY, Kind, Sampling, Segment, Tensor
 
 CHUNK = 128
-MODES: dict[str, tuple[torch.dtype, str, str]] = {
-    "float32": (torch.float32, "dtype", "dtype"),
-    "bfloat16": (torch.bfloat16, "dtype", "dtype"),
-    "float16": (torch.float16, "dtype", "dtype"),
-    "bfloat16 int8": (torch.bfloat16, "int8", "dtype"),
-    "bfloat16 int4": (torch.bfloat16, "int4", "dtype"),
-    "bfloat16 fp8 wire": (torch.bfloat16, "dtype", "fp8"),
+# dtype, and what is not as it says
+MODES: dict[str, tuple[torch.dtype, dict[str, str]]] = {
+    "float32": (torch.float32, {}),
+    "bfloat16": (torch.bfloat16, {}),
+    "float16": (torch.float16, {}),
+    "bfloat16 int8": (torch.bfloat16, {"weights": "int8"}),
+    "bfloat16 int4": (torch.bfloat16, {"weights": "int4"}),
+    "bfloat16 fp8 wire": (torch.bfloat16, {"activations": "fp8"}),
+    "bfloat16 int8 KV": (torch.bfloat16, {"kv": "int8"}),
+    "bfloat16 fp8 KV": (torch.bfloat16, {"kv": "fp8"}),
+    "float32 int8 KV": (torch.float32, {"kv": "int8"}),
+    "float32 fp8 KV": (torch.float32, {"kv": "fp8"}),
 }
 
 
@@ -35,7 +40,7 @@ def segment(start: int, tokens: Sequence[int], want: int, sampling: Sampling = G
 
 class Ring:
     def __init__(self, model: str, mode: str, rows: int, threads: int) -> None:
-        dtype, weights, activations = MODES[mode]
+        dtype, others = MODES[mode]
         source = open_model(model)
         total = source.layers_total
         cuts = [(0, total // 3), (total // 3, 2 * total // 3), (2 * total // 3, total)]
@@ -46,9 +51,8 @@ class Ring:
                 slots=1,
                 capacity=rows,
                 dtype=dtype,
-                weights=weights,
-                activations=activations,
                 threads=threads,
+                **others,
             )
             for cut in cuts
         ]

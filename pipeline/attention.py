@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from pipeline.kernels import Span, attend
+from pipeline.rows import Held, view, write
 
 ATTENTION = "kvring"
 
@@ -35,10 +36,10 @@ class Part:
 
 @dataclass(slots=True)
 class Plan:
-    """What every layer of one forward shares. caches: per layer, (keys, values)."""
+    """What every layer of one forward shares. caches: per layer, see pipeline.rows."""
 
     parts: list[Part]
-    caches: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    caches: dict[int, Held]
 
 
 def attention(
@@ -57,24 +58,20 @@ def attention(
     query [heads, rows, head_dim], key and value [key heads, rows, head_dim]: any strides; returns
     [rows, heads, head_dim], contiguous. sinks: of the heads. Padding rows stay zero.
     """
-    keys, values = plan.caches[layer]
+    held = plan.caches[layer]
     out = query.new_zeros(query.shape[1], query.shape[0], query.shape[2])
     for part in plan.parts:
         last = part.at + part.end - part.start
-        slot_keys, slot_values = keys[part.slot], values[part.slot]
-        if part.positions is None:
-            slot_keys[:, part.start : part.end] = key[:, part.at : last]
-            slot_values[:, part.start : part.end] = value[:, part.at : last]
-        else:
-            slot_keys.index_copy_(1, part.positions, key[:, part.at : last])
-            slot_values.index_copy_(1, part.positions, value[:, part.at : last])
+        place = slice(part.start, part.end) if part.positions is None else part.positions
+        write(held, part.slot, place, key[:, part.at : last], value[:, part.at : last])
+        keys, values = view(held, part.slot, part.spans[-1].keys, query.dtype)
         for span in part.spans:
             low = part.at + span.start - part.start
             high = low + span.end - span.start
             found = attend(
                 query[:, low:high],
-                slot_keys,
-                slot_values,
+                keys,
+                values,
                 span,
                 window=window,
                 scaling=scaling,

@@ -53,6 +53,7 @@ def load_model(
             dtype=DTYPES[config.model.dtype],
             weights=config.model.weights,
             activations=config.model.activations,
+            kv=config.model.kv,
             device=device,
             exact=config.model.exact,
             threads=spec.threads,

@@ -19,7 +19,7 @@ from pipeline.attention import ATTENTION, Part, Plan
 from pipeline.experts import Experts
 from pipeline.fused import suits
 from pipeline.graphs import Steps, fits
-from pipeline.heap import lean, zeros
+from pipeline.heap import lean
 from pipeline.kernels import KEYS, ROWS, TILES, in_vectors, padded, spans
 from pipeline.layers import (
     head_dim,
@@ -33,6 +33,7 @@ from pipeline.layers import (
 from pipeline.linears import BYTES, Linear, check_weights
 from pipeline.model import ModelInfo, Output
 from pipeline.probe import choose, linear_exact
+from pipeline.rows import Held, make_rows, row_bytes
 from pipeline.rule import Choice, Tally, result
 from pipeline.sample import NOTHING, pick
 from pipeline.weights import EMBEDDING, FINAL_NORM, LM_HEAD, ModelError, Source
@@ -48,9 +49,10 @@ class TorchModel:
 
     source: see weights.open_model. slots and capacity: KV rows per slot, rounded up to a multiple
     of 512. dtype: of weights, KV and activations; but weights "int8" or "int4" for those of the
-    layers' linears and experts, activations "fp8" for rows between stages. exact: see
-    docs/exactness.md; info.kernel says whether it is kept. threads: of torch, for the whole
-    process; None leaves them. progress is called with (share done in [0, 1], what is being done).
+    layers' linears and experts, activations "fp8" for rows between stages, kv "int8" or "fp8" for
+    rows in slots. exact: see docs/exactness.md; info.kernel says whether it is kept. threads: of
+    torch, for the whole process; None leaves them. progress is called with (share done in [0, 1],
+    what is being done).
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class TorchModel:
         device: str | torch.device = "cpu",
         weights: str = "dtype",
         activations: str = "dtype",
+        kv: str = "dtype",
         exact: bool = True,
         threads: int | None = None,
         progress: Callable[[float, str], None] | None = None,
@@ -88,7 +91,7 @@ class TorchModel:
         self._heads = int(self._config.num_attention_heads)
         self._groups = int(self._config.num_key_value_heads)
         self._size = head_dim(self._config)
-        self._fp8 = activations == "fp8"
+        self._fp8, self._kv = activations == "fp8", kv
         self._wire = Wire(dtype, int(self._config.hidden_size), fp8=self._fp8)
         with torch.inference_mode(), lean():
             self._report(0.0, "probing kernels")
@@ -148,15 +151,15 @@ class TorchModel:
     @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
         """See StageModel."""
-        for layer, (keys, values) in self._caches.items():
+        for layer, held in self._caches.items():
             here = self._parked.get(source)
-            pair = (keys[source], values[source]) if here is None else here[layer]
+            found = tuple(each[source] for each in held) if here is None else here[layer]
             if target < self._slots:
-                keys[target, :, :length] = pair[0][:, :length]
-                values[target, :, :length] = pair[1][:, :length]
+                for each, rows in zip(held, found, strict=True):
+                    each[target, :, :length] = rows[:, :length]
             else:
                 parked = self._parked.setdefault(target, {})
-                parked[layer] = tuple(rows[:, :length].to("cpu", copy=True) for rows in pair)
+                parked[layer] = tuple(rows[:, :length].to("cpu", copy=True) for rows in found)
 
     def drop(self, parked: int) -> None:
         """See StageModel."""
@@ -173,8 +176,8 @@ class TorchModel:
         self._item_bytes = BYTES.get(self._kernels.weights, self._dtype.itemsize)
         shape = (self._slots, self._groups, self._capacity, self._size)
         self._layers: list[tuple[str, nn.Module]] = []  # with the rotary table that each takes
-        self._caches: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        # host copies of keys and values [key heads, rows, head_dim], by parked number and layer
+        self._caches: dict[int, Held] = {}
+        # host copies of a slot's [key heads, rows, ...] of each, by parked number and layer
         self._parked: dict[int, dict[int, tuple[torch.Tensor, ...]]] = {}
         if first == 0:
             table = self._read(source, EMBEDDING)
@@ -186,11 +189,7 @@ class TorchModel:
         for index in range(first, last):
             kind = rotary_kind(self._config, index)
             self._layers.append((kind, self._layer(source, index)))
-            # Zeroed, not empty: rows that were never written are masked, but must not be NaN.
-            self._caches[index] = (
-                zeros(shape, self._dtype, self._device),
-                zeros(shape, self._dtype, self._device),
-            )
+            self._caches[index] = make_rows(shape, self._dtype, self._device, self._kv)
         modules = [module for _, layer in self._layers for module in layer.modules()]
         self._experts = [module for module in modules if isinstance(module, Experts)]
         self._rotary = rotary_tables(
@@ -243,6 +242,9 @@ class TorchModel:
         # Kernels are not part of it: rows live and die with the process that computed them, and a
         # stage that begins anew has every row behind it computed again.
         identity.update(f"{self._dtype} {self._kernels.weights} {self._fp8}".encode())
+        if self._kv != "dtype":
+            identity.update(f" {self._kv} KV".encode())
+        row = row_bytes(self._groups, self._size, self._dtype.itemsize, self._kv)
         return ModelInfo(
             (self._first, self._last),
             source.layers_total,
@@ -251,7 +253,7 @@ class TorchModel:
             self._capacity,
             source.vocabulary,
             self._kernel(),
-            2 * self._groups * self._size * self._dtype.itemsize * (self._last - self._first),
+            row * (self._last - self._first),
             self._wire.row,
             self._weight_bytes,
             self._end_bytes,
@@ -259,7 +261,8 @@ class TorchModel:
 
     def _kernel(self) -> str:
         """What a stage's rows depend on beside the model, in words."""
-        return self._kernels.describe(self._dtype, self._device) + self._fp8 * "; fp8 activations"
+        words = self._kernels.describe(self._dtype, self._device) + self._fp8 * "; fp8 activations"
+        return words + (self._kv != "dtype") * f"; {self._kv} KV"
 
     # ---- one forward -----------------------------------------------------------------------------
 

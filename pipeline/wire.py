@@ -1,8 +1,7 @@
 """Owns activations on the wire: a block's rows as a frame's tensor, and back.
 
 As the block's dtype has them, or in "fp8": each number as float8_e4m3fn with a scale for its row
-(Micikevicius et al. 2022, FP8 Formats for Deep Learning, section 3), at half of bfloat16's bytes.
-A row's bytes depend on that row alone. Knows no layer and no link.
+(pipeline.narrow), at half of bfloat16's bytes. Knows no layer and no link.
 """
 
 from __future__ import annotations
@@ -11,11 +10,8 @@ from typing import Any
 
 import torch
 
+from pipeline.narrow import FP8, SCALE_BYTES, narrowed, widen
 from transport.frame import Tensor
-
-_FP8 = torch.float8_e4m3fn
-_SCALE_BYTES = 4  # float32, behind the row's numbers
-_SMALLEST = 2.0**-100  # scale of a row of zeros
 
 
 class Wire:
@@ -28,18 +24,15 @@ class Wire:
     def row(self) -> tuple[str, int]:
         """A row's dtype and length on the wire."""
         if self._fp8:
-            return "uint8", self._hidden + _SCALE_BYTES
+            return "uint8", self._hidden + SCALE_BYTES  # behind the row's numbers
         return str(self._dtype).removeprefix("torch."), self._hidden
 
     def pack(self, rows: torch.Tensor) -> Tensor:
         """[tokens, hidden] as a frame's tensor; without a copy on CPU: the buffer keeps it."""
         rows = rows.cpu().contiguous()
         if self._fp8:
-            wide = rows.float()
-            largest = torch.finfo(_FP8).max
-            scale = (wide.abs().amax(1, keepdim=True) / largest).clamp(min=_SMALLEST)
-            numbers = (wide / scale).clamp(-largest, largest).to(_FP8)
-            rows = torch.cat((numbers.view(torch.uint8), scale.view(torch.uint8)), 1)
+            numbers, scales = narrowed(rows, FP8)
+            rows = torch.cat((numbers.view(torch.uint8), scales.view(torch.uint8)), 1)
         return Tensor(self.row[0], tuple(rows.shape), as_bytes(rows))
 
     def unpack(self, payload: Tensor, rows: int) -> torch.Tensor:
@@ -52,9 +45,9 @@ class Wire:
             as_bytes(tensor)[: len(payload.data)] = payload.data
             return tensor
         whole = torch.frombuffer(bytearray(payload.data), dtype=torch.uint8).view(count, length)
-        numbers = whole[:, : self._hidden].contiguous().view(_FP8).float()
-        scale = whole[:, self._hidden :].contiguous().view(torch.float32)
-        tensor[0, :count] = (numbers * scale).to(self._dtype)
+        numbers = whole[:, : self._hidden].view(FP8)
+        scales = whole[:, self._hidden :].contiguous().view(torch.float32)
+        widen(numbers[None], scales[None], tensor[:, :count])
         return tensor
 
 

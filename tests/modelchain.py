@@ -71,6 +71,7 @@ def chain(
     exact: bool = True,
     weights: str = "dtype",
     activations: str = "dtype",
+    kv: str = "dtype",
 ) -> Chain:
     return Chain(
         [
@@ -83,6 +84,7 @@ def chain(
                 exact=exact,
                 weights=weights,
                 activations=activations,
+                kv=kv,
             )
             for cut in pairwise(cuts)
         ]

@@ -324,6 +324,8 @@ def _variant(ring: RingFile, path: Path, what: str) -> RingFile:
         config = replace(config, model=replace(config.model, path=str(other)))
     elif what == "dtype":
         config = replace(config, model=replace(config.model, dtype="bfloat16"))
+    elif what == "kv":
+        config = replace(config, model=replace(config.model, kv="int8"))
     elif what in ("past the end", "short of the end"):
         first, second = config.rings[0].stages
         end = randommodel.LAYERS + (1 if what == "past the end" else -1)
@@ -339,6 +341,7 @@ def _variant(ring: RingFile, path: Path, what: str) -> RingFile:
     [
         ("weights", ["s0", "s1", "different weights"]),
         ("dtype", ["s0", "s1", "different weights or precision", "bfloat16"]),
+        ("kv", ["s0", "s1", "different weights or precision", "int8 KV"]),
         ("short of the end", ["s1", "layers"]),
     ],
 )

@@ -121,6 +121,7 @@ def test_up_passes_every_option(up: FakeUp) -> None:
         "dtype": "bfloat16",
         "weights": "dtype",
         "activations": "dtype",
+        "kv": "dtype",
         "threads": None,
         "drafter": "lookup",
         "draft_model": None,
@@ -144,7 +145,7 @@ def test_up_passes_every_option(up: FakeUp) -> None:
     assert up.calls == [("up", defaults)]
     given = "up --model toy --stages 2 --slots 5 --max-model-len 512 --dtype float32 --http [::1]:0"
     more = "--served-model-name m --api-key k --record logs --record-payloads digest"
-    less = "--weights int8 --activations fp8 --api-key-file keys"
+    less = "--weights int8 --activations fp8 --kv int8 --api-key-file keys"
     kept = "--rings 2 --park-mb 64 --idle-ttl-s 600 --verify-share 0.05 --drafter off"
     slow = "--delay-ms 5 --jitter-ms 1 --mbit 100 --draft-depth 2 --draft-tokens 7 --threads 2"
     slow += " --draft-model small --insecure"
@@ -159,6 +160,7 @@ def test_up_passes_every_option(up: FakeUp) -> None:
         "dtype": "float32",
         "weights": "int8",
         "activations": "fp8",
+        "kv": "int8",
         "threads": 2,
         "drafter": "off",
         "draft_model": "small",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transport.config import (
+    ACTIVATIONS,
+    KV,
+    WEIGHTS,
     Config,
     ConfigError,
     Coordinator,
@@ -145,6 +148,8 @@ MISTAKES: list[tuple[str, str, int, str | None, str]] = [
     ("exact = false", 'weights = "int3"', 6, "model.weights", "one of dtype, int8, int4, not"),
     ('"models/x.gguf"', '"toy"\nweights = "int8"', 4, "model.weights", "the toy has no weights"),
     ("exact = false", 'activations = "fp4"', 6, "model.activations", "must be one of dtype, fp8"),
+    ("exact = false", 'kv = "fp4"', 6, "model.kv", "must be one of dtype, int8, fp8, not"),
+    ('"models/x.gguf"', '"toy"\nkv = "int8"', 4, "model.kv", "the toy has no rows that could be"),
     ('"models/x.gguf"', '"hf://org"', 3, "model.path", "must be hf://org/name or"),
     ('"models/x.gguf"', '"hf://../x"', 3, "model.path", "must be hf://org/name or"),
     ("exact = false", "exact = 0", 6, "model.exact", "must be true or false, not 0"),
@@ -286,6 +291,9 @@ def configs(draw: st.DrawFn) -> Config:
     path = draw(st.just("toy") | _texts.map(lambda text: str(Path("/") / text)))
     name = draw(_texts.filter(str.isprintable))
     model = Model(path, name, draw(st.sampled_from(["bfloat16", "float32"])), draw(st.booleans()))
+    if path != "toy":
+        weights, activations, kv = (draw(st.sampled_from(x)) for x in (WEIGHTS, ACTIVATIONS, KV))
+        model = replace(model, weights=weights, activations=activations, kv=kv)
     coordinator = Coordinator(
         f"h:{draw(st.integers(0, 65535))}",
         draw(st.sampled_from(["off", "lookup", "model"])),

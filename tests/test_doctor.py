@@ -95,10 +95,10 @@ def test_versions_are_held_against_pyproject(monkeypatch: pytest.MonkeyPatch) ->
     assert (few.level, few.see) == (Level.WARN, See.FILES)
 
 
-@pytest.mark.parametrize("weights", ["dtype", "int8"])
-def test_memory_is_told_from_the_headers(weights: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("weights", "kv"), [("dtype", "dtype"), ("int8", "fp8")])
+def test_memory_is_told_from_the_headers(weights: str, kv: str, tmp_path: Path) -> None:
     source = open_model(write_directory(tmp_path, reference("llama")))
-    need = need_of(source, "bfloat16", weights)
+    need = need_of(source, "bfloat16", weights, kv)
     limits = Limits(slots=3, max_model_len=600)
     for layers in ((0, 2), (2, 3), (4, 6)):
         info = TorchModel(
@@ -108,6 +108,7 @@ def test_memory_is_told_from_the_headers(weights: str, tmp_path: Path) -> None:
             capacity=600,
             dtype=torch.bfloat16,
             weights=weights,
+            kv=kv,
             exact=False,
         ).info
         held = info.weight_bytes + info.slots * info.capacity * info.row_bytes

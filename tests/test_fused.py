@@ -67,9 +67,10 @@ def test_a_layer_that_differs_is_left_to_the_library(what: str) -> None:
     assert not suits(Other, config)
 
 
-def test_a_step_has_the_bits_of_a_forward(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv", ["dtype", "int8", "fp8"])
+def test_a_step_has_the_bits_of_a_forward(kv: str, tmp_path: Path) -> None:
     source = open_model(write_directory(tmp_path, reference("mistral")))
-    plain, stepping = (TorchModel(source, (0, 6), slots=2, capacity=1024) for _ in range(2))
+    plain, stepping = (TorchModel(source, (0, 6), slots=2, capacity=1024, kv=kv) for _ in range(2))
     assert plain.info.kernel.startswith("exact;")
     with torch.inference_mode():
         stepping._steps = stepping._make_steps()

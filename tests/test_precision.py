@@ -34,7 +34,10 @@ MODES: dict[str, dict[str, Any]] = {
     "bfloat16-int8": {"dtype": torch.bfloat16, "weights": "int8"},
     "float16-int8": {"dtype": torch.float16, "weights": "int8"},
     "bfloat16-int4": {"dtype": torch.bfloat16, "weights": "int4"},
+    "float16-int4": {"dtype": torch.float16, "weights": "int4"},
     "bfloat16-fp8": {"dtype": torch.bfloat16, "activations": "fp8"},
+    "float16-fp8": {"dtype": torch.float16, "activations": "fp8"},
+    "float32-fp8": {"dtype": torch.float32, "activations": "fp8"},
 }
 
 

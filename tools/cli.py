@@ -100,6 +100,7 @@ def up(
     dtype: options.Precision = options.Dtype.BFLOAT16,
     weights: options.Weights = options.WeightKind.DTYPE,
     activations: options.Activations = options.ActivationKind.DTYPE,
+    kv: options.Kv = options.KvKind.DTYPE,
     threads: options.Threads = None,
     drafter: options.Drafter = options.DrafterKind.LOOKUP,
     draft_model: options.DraftModel = None,

@@ -34,6 +34,14 @@ class ActivationKind(StrEnum):
     FP8 = "fp8"
 
 
+class KvKind(StrEnum):
+    """How keys and values lie in the slots."""
+
+    DTYPE = "dtype"
+    INT8 = "int8"
+    FP8 = "fp8"
+
+
 class DrafterKind(StrEnum):
     """How next tokens are guessed ahead."""
 
@@ -122,6 +130,9 @@ Weights = Annotated[
 ]
 Activations = Annotated[
     ActivationKind, typer.Option(help="Between stages: as --dtype, or 1 byte a number.")
+]
+Kv = Annotated[
+    KvKind, typer.Option(help="Rows in slots: as --dtype, or 1 byte a number for twice the rows.")
 ]
 Threads = Annotated[
     int | None, typer.Option(min=1, help="Per stage [default: the cores, shared out].")

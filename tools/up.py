@@ -83,6 +83,7 @@ class Options:
     insecure: bool = False
     weights: str = "dtype"
     activations: str = "dtype"
+    kv: str = "dtype"
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +205,14 @@ def _plan(wanted: Options, folder: Path) -> Config:
     threads = wanted.threads or max(1, (os.cpu_count() or 1) // computing)
     name = wanted.served_model_name or (wanted.model if path == TOY else _name(wanted.model))
     return Config(
-        Model(path, name, wanted.dtype, weights=wanted.weights, activations=wanted.activations),
+        Model(
+            path,
+            name,
+            wanted.dtype,
+            weights=wanted.weights,
+            activations=wanted.activations,
+            kv=wanted.kv,
+        ),
         tuple(_ring(wanted, index, total, threads, folder) for index in range(wanted.rings)),
         Coordinator(
             http,
@@ -385,6 +393,7 @@ def _greet(config: Config, *, keyed: bool) -> None:
     precision = [model.dtype]
     precision += [f"{model.weights} weights"] if model.weights != "dtype" else []
     precision += [f"{model.activations} activations"] if model.activations != "dtype" else []
+    precision += [f"{model.kv} KV"] if model.kv != "dtype" else []
     print(f"{model.name} ({', '.join(precision)}) is ready at {url}")
     print(
         f"  stages: {layers}; {config.limits.slots} slots of {config.limits.max_model_len} tokens"

@@ -26,6 +26,7 @@ OFF = "off"
 DTYPES = ("bfloat16", "float32", "float16")
 WEIGHTS = ("dtype", "int8", "int4")
 ACTIVATIONS = ("dtype", "fp8")
+KV = ("dtype", "int8", "fp8")
 DRAFTERS = ("off", "lookup", "model")
 MAX_CONFIG_BYTES = 1 << 20
 MAX_RINGS = 64
@@ -37,8 +38,8 @@ _HTTP = re.compile(r"(?P<host>[^\s:/\[\]]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,
 class Model:
     """What is served. path: absolute file or folder, "hf://org/name" or "toy".
 
-    name: what clients call it. weights: of the layers' linears; activations: between stages; both
-    as dtype says, or as WEIGHTS and ACTIVATIONS name.
+    name: what clients call it. weights: of the layers' linears; activations: between stages; kv:
+    rows in slots; all as dtype says, or as WEIGHTS, ACTIVATIONS and KV name.
     """
 
     path: str
@@ -47,6 +48,7 @@ class Model:
     exact: bool = True
     weights: str = "dtype"
     activations: str = "dtype"
+    kv: str = "dtype"
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,11 +254,13 @@ def _model(table: Table) -> Model:
     exact = table.take("exact", bool, True)
     weights = table.choice("weights", WEIGHTS, "dtype")
     activations = table.choice("activations", ACTIVATIONS, "dtype")
-    for key, value in (("weights", weights), ("activations", activations)):
+    kv = table.choice("kv", KV, "dtype")
+    for key, value in (("weights", weights), ("activations", activations), ("kv", kv)):
         if path == TOY and value != "dtype":
-            table.fail(f"the toy has no weights that could be {value}", key)
+            what = "rows" if key == "kv" else "weights"
+            table.fail(f"the toy has no {what} that could be {value}", key)
     table.finish()
-    return Model(path, name, dtype, exact, weights, activations)
+    return Model(path, name, dtype, exact, weights, activations, kv)
 
 
 def _coordinator(table: Table) -> Coordinator:

@@ -136,7 +136,8 @@ def _ring(
     coordinator_here = any(is_own(ring.verdicts) for ring in config.rings)
     threads = sum(stage.threads for stage in mine if stage.device == "cpu")
     yield from torch_checks(threads or None, [stage.device for stage in mine])
-    found = model_check(config.model.path, config.model.dtype, config.model.weights)
+    model = config.model
+    found = model_check(model.path, model.dtype, model.weights, model.kv)
     yield found.check
     if config.coordinator.draft_model is not None and coordinator_here:
         draft = model_check(config.coordinator.draft_model, config.model.dtype).check

@@ -91,13 +91,13 @@ class ModelFound:
     need: Need | None = None
 
 
-def model_check(path: str, dtype: str, weights: str = "dtype") -> ModelFound:
+def model_check(path: str, dtype: str, weights: str = "dtype", kv: str = "dtype") -> ModelFound:
     """Whether the model's files are here, whole, and of a family that stages can run."""
     if path == TOY:
         return ModelFound(ok("model", "toy: needs no file"))
     try:
         source = described(path)
-        need = need_of(source, dtype, weights)
+        need = need_of(source, dtype, weights, kv)
     except (ModelError, ImportError, OSError) as error:
         advice = "fetch it with kvring pull, or name another in ring.toml's [model] path"
         return ModelFound(fail("model", str(error), advice, See.MODEL))

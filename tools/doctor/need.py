@@ -39,9 +39,10 @@ class Need:
         return (last - first) * (self.layer + rows * self.row) + ends
 
 
-def need_of(source: Source, dtype: str, weights: str = "dtype") -> Need:
-    """Of an opened model in a ring's precision; weights: as ring.toml's [model] weights."""
+def need_of(source: Source, dtype: str, weights: str = "dtype", kv: str = "dtype") -> Need:
+    """Of an opened model in a ring's precision; weights and kv: as in ring.toml's [model]."""
     from pipeline.linears import BYTES
+    from pipeline.rows import row_bytes
 
     item, config = ITEM_BYTES[dtype], source.config
     heads = int(config.num_attention_heads)
@@ -55,5 +56,5 @@ def need_of(source: Source, dtype: str, weights: str = "dtype") -> Need:
     large = sum(math.prod(shape) for shape in shapes if len(shape) >= 2) * BYTES.get(weights, item)
     layer = int(small + large) // source.layers_total  # in the mean, where they differ
     embedding = source.vocabulary * int(config.hidden_size) * item
-    row = 2 * int(config.num_key_value_heads) * size * item
+    row = row_bytes(int(config.num_key_value_heads), size, item, kv)
     return Need(source.layers_total, layer, row, embedding, embedding)
