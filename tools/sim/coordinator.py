@@ -241,7 +241,10 @@ class CoordinatorProcess(Receiver):
         assert turn.chain is not None, turn
         self._salts[turn.chain.root] = turn.submit.salt
         whole = all(each.phase is Phase.READY for each in rings.values() if not each.spec.spare)
-        if whole and rings[action.ring].spec.spare:
+        told = self._checks.turns[action.turn]
+        # what was refused there starts over where it is
+        stays = told.refused and told.place is not None and told.place[0] == action.ring
+        if whole and rings[action.ring].spec.spare and not stays:
             violated("needless spare", f"{action}: every other ring is ready")
 
     def _plan_look(self, seconds: float) -> None:
