@@ -403,7 +403,7 @@ class _Gateway:
         state = "ready" if ready else "not ready"
         if self._door.draining:
             ready, state = False, "draining"
-            missing = f"draining: {self._door.running} turns are still running"
+            missing = _draining(self._door.running)
         body = {"ready": ready, "state": state, "missing": missing, **self._engine.progress()}
         if not ready:
             body["doc"] = pointer(missing, "draining" if self._door.draining else "not_ready")
@@ -419,6 +419,13 @@ class _Gateway:
         if not _caller(request).admin:
             raise TurnError(403, "not_an_admin", "GET /metrics is for API keys marked admin")
         return Response(self._metrics.exposition(), headers={"content-type": CONTENT_TYPE})
+
+
+def _draining(running: int) -> str:
+    if not running:
+        return "drained: no turn is running, and no new one is taken"
+    many = "1 turn is" if running == 1 else f"{running} turns are"
+    return f"draining: {many} still running"
 
 
 def _caller(request: Request) -> Caller:

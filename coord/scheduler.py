@@ -7,6 +7,7 @@ the asyncio shell (coord.coordinator), the simulator, or the replayer.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 
 from coord.actions import Action, Admitted, Failed, Finished, Send, Tokens
 from coord.admission import Choice, choose, explain, leader, queue, round_of, waits_behind
@@ -74,6 +75,7 @@ class Scheduler:
         self.usual = Usual()
         self._round = 0  # of the turn that was admitted last
         self._now = 0.0
+        self._lost_at = -inf  # when the last ring that served was lost
 
     def handle(self, frame: Frame, now: float) -> list[Action]:
         """Take one frame; return what to do, in order. now: seconds on any monotonic clock."""
@@ -168,7 +170,7 @@ class Scheduler:
             actions.append(Failed(submit.turn, 400, "context_length_exceeded", text))
         elif submit.budget < 1:
             actions.append(Failed(submit.turn, 400, "invalid_value", "nothing to generate"))
-        elif not self._any_ready():
+        elif not self._any_ready() and now >= self._lost_at + self.limits.resume_s:
             text = "; ".join(f"{ring.name}: {ring.detail}" for ring in self.rings.values())
             actions.append(Failed(submit.turn, 503, "not_ready", f"no ring is ready ({text})"))
         elif self.waiting() >= self.limits.queue_turns:
@@ -182,7 +184,7 @@ class Scheduler:
                 budget,
                 drafter,
                 acceptance=Acceptance(self.usual),
-                waiting_since=now,
+                waiting_since=now if self._any_ready() else self._lost_at,
                 round=round_of(submit.salt, self.turns.values(), self._round),
             )
 
@@ -405,6 +407,7 @@ class Scheduler:
     def _lose(self, ring: Ring, detail: str, now: float) -> None:
         """Void what is in flight; the ring's turns wait to be resumed at what they committed."""
         served = ring.phase is READY
+        self._lost_at = now if served else self._lost_at
         ring.forget(detail)
         for turn in list(self.turns.values()):
             if turn.phase is WAITING and served:

@@ -37,6 +37,8 @@ _DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
+_BYTES = "U8"  # of quantised weights
+_QUANTISED = ("quantization_config", "compression_config")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -104,13 +106,27 @@ def read_config(path: Path) -> tuple[Family, Any]:
     values = _read_json(file)
     name = values.get("model_type")
     text = values.get("text_config")
+    method = _quantised_by(values)
     if name == "gemma3" and isinstance(text, dict):
         values, name = text, "gemma3_text"
+        method = method or _quantised_by(values)
     kind = supported_family(path, name)
-    if "quantization_config" in values:
-        raise ModelError(f"{path}: a quantised checkpoint is not supported")
+    if method is not None and (method, kind.name) != ("mxfp4", "gpt_oss"):
+        raise ModelError(
+            f"{path}: a quantised checkpoint of {kind.name}, by {method}, is not supported "
+            "(of such folders only gpt_oss by mxfp4 is)"
+        )
     layers = values.get("num_hidden_layers")
     return kind, make_config(kind, file, layers, lambda: kind.config.from_dict(values))
+
+
+def _quantised_by(values: dict[str, Any]) -> str | None:
+    """The method of a config's quantisation; None where it has none."""
+    found = next((values[key] for key in _QUANTISED if values.get(key) is not None), None)
+    if found is None:
+        return None
+    method = found.get("quant_method") if isinstance(found, dict) else None
+    return str(method or "an unnamed method")
 
 
 def shards_of(path: Path, layers: tuple[int, int]) -> list[str]:
@@ -159,9 +175,11 @@ def _entry(file: MappedFile, name: str, base: int, info: Any) -> Entry:
         raise ModelError(f"{file.path}: broken header: tensor {name}") from None
     if len(shape) > _MAX_DIMENSIONS or any(type(n) is not int for n in (start, end, *shape)):
         raise ModelError(f"{file.path}: broken header: tensor {name}")
-    if stored not in _DTYPES:
+    packed = stored == _BYTES and name.endswith(("_blocks", "_scales"))
+    if stored not in _DTYPES and not packed:
         raise ModelError(f"{file.path}: tensor {name} has the unsupported type {stored}")
-    if min((0, start, *shape)) < 0 or end - start != prod(shape) * _DTYPES[stored].itemsize:
+    size = 1 if packed else _DTYPES[stored].itemsize
+    if min((0, start, *shape)) < 0 or end - start != prod(shape) * size:
         raise ModelError(f"{file.path}: broken header: tensor {name}")
     if base + end > len(file.data):
         raise ModelError(

@@ -59,19 +59,24 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A tensor made of stored ones: one transposed, or the rows of several.
+    """A tensor made of stored ones: one transposed, the rows of several, or MXFP4's two.
 
     interleaved: a row of each in turn; else all rows of the first, then those of the next.
+    packed: of blocks and their scales, see pipeline.mxfp4.
     """
 
     parts: tuple[Entry, ...]
     transposed: bool = False
     interleaved: bool = False
+    packed: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
         """As the tensor is read."""
         first, *rest = self.parts[0].shape
+        if self.packed:
+            groups, size = self.parts[0].shape[-2:]
+            return (*self.parts[0].shape[:-2], 2 * groups * size)
         if self.transposed:
             return tuple(reversed((first, *rest)))
         return (sum(part.shape[0] for part in self.parts), *rest)
@@ -81,6 +86,8 @@ Tensors = dict[str, Entry | Made]
 _STACKED = re.compile(
     r"(model\.layers\.\d+\.mlp\.experts)\.(gate_proj|up_proj|gate_up_proj|down_proj)(?:[._](weight|bias))?"
 )
+_PACKED = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)_blocks")
+_BLOCK = 16  # bytes of 32 values of MXFP4, which share a scale
 _GATE = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.\d+)\.gate_proj\.(weight|bias)")
 
 
@@ -89,11 +96,18 @@ def with_experts(entries: Mapping[str, Entry], count: int, *, in_turn: bool) -> 
 
     entries: by their names; experts' are stored each by itself (`experts.E.gate_proj.weight`), or
     stacked along a first dimension of `count` (`experts.gate_proj.weight`, or, as transformers has
-    them, `experts.gate_up_proj` and `experts.gate_up_proj_bias`).
+    them, `experts.gate_up_proj` and `experts.gate_up_proj_bias`), or stacked in MXFP4
+    (`experts.gate_up_proj_blocks`, whose rows are outputs, and `..._scales`).
     in_turn: gate and up lie in turn, and fused ones are [in, out], as gpt_oss has them.
     """
     found: Tensors = {}
+    if not count:
+        return dict(entries)
     for name, entry in entries.items():
+        match = _PACKED.fullmatch(name)
+        if match is not None:
+            found |= _packed(entries, count, entry, *match.groups())
+            continue
         match = _STACKED.fullmatch(name)
         if match is None or entry.shape[:1] != (count,) or len(entry.shape) < 2:
             found[name] = entry
@@ -112,3 +126,22 @@ def with_experts(entries: Mapping[str, Entry], count: int, *, in_turn: bool) -> 
             fused = f"{match[1]}.gate_up_proj.{match[2]}"
             found[fused] = Made((gate, up), interleaved=in_turn)
     return found
+
+
+def _packed(
+    entries: Mapping[str, Entry], count: int, blocks: Entry, experts: str, which: str
+) -> Tensors:
+    """One name's experts in MXFP4; none where the scales are in a file that is not here."""
+    scales = entries.get(f"{experts}.{which}_scales")
+    if scales is None:
+        return {}
+    if blocks.shape != (count, *scales.shape[1:], _BLOCK) or scales.shape != blocks.shape[:3]:
+        raise ModelError(
+            f"{blocks.file.path}: {experts}: {which}_blocks {list(blocks.shape)} and "
+            f"{which}_scales {list(scales.shape)} are not MXFP4 of {count} experts"
+        )
+    pairs = zip(blocks.split(count), scales.split(count), strict=True)
+    return {
+        f"{experts}.{index}.{which}.weight": Made(pair, packed=True)
+        for index, pair in enumerate(pairs)
+    }

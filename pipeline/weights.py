@@ -21,6 +21,7 @@ from huggingface_hub.errors import StrictDataclassError
 from pipeline.families import FAMILIES, Family, family, ropes, variant
 from pipeline.layers import meta_layer, tensor_shapes
 from pipeline.model import ModelError as ModelError
+from pipeline.mxfp4 import unpacked
 from pipeline.tensors import Entry, Made, with_experts
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -169,6 +170,9 @@ class Source:
         made = self._made(name)
         if isinstance(made, Entry):
             return self._load(made, dtype)
+        if made.packed:
+            blocks, scales = made.parts
+            return unpacked(blocks, scales, dtype)
         parts = [self._load(part, dtype) for part in made.parts]
         if made.transposed:
             return parts[0].t().contiguous()

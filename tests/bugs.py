@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 import pytest
@@ -14,14 +15,14 @@ import coord.scheduler
 import pipeline.stage
 from coord.inflight import InFlight
 from coord.ledger import Ledger, Placement, Wanted
-from coord.ring import Ring
+from coord.ring import READY, Ring
 from coord.rollcall import claims, renewed
 from coord.scheduler import Scheduler
 from coord.turn import Turn
 from pipeline.slots import SlotTable
 from pipeline.stage import Forward, Stage
 from transport.chain import Chain
-from transport.frame import Copy, Free, Kind, Ping, RollCall, Run, Segment
+from transport.frame import Copy, Free, Kind, Measure, Measured, Ping, RollCall, Run, Segment
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
@@ -439,3 +440,55 @@ def _(patcher: pytest.MonkeyPatch) -> None:
 
 
 _PING = Ping("r", 0, 0)
+
+
+@mutation("a measurement's trial writes over rows that are held", "")
+def _(patcher: pytest.MonkeyPatch) -> None:
+    survey = pipeline.stage.Survey
+
+    def early(asked: Measure, slot: int, start: int) -> Any:
+        return survey(asked, slot, max(0, start - 1))
+
+    patcher.setattr(pipeline.stage, "Survey", early)
+
+
+@mutation("a measurement meets a stage twice", "")
+def _(patcher: pytest.MonkeyPatch) -> None:
+    handle = Stage.handle
+
+    def twice(self: Stage, frame: Any, now: float) -> Any:
+        if isinstance(frame, Measured):
+            frame = replace(frame, machines=(*frame.machines, frame.machines[-1]))
+        return handle(self, frame, now)
+
+    patcher.setattr(Stage, "handle", twice)
+
+
+@mutation("a measurement goes no further than the head", "")
+def _(patcher: pytest.MonkeyPatch) -> None:
+    measure = Stage._measure
+
+    def lost(self: Stage, frame: Measure, arrived: float, actions: list[Any]) -> None:
+        if not frame.machines and not frame.gaps_ns and self.info.head:
+            measure(self, frame, arrived, actions)
+
+    patcher.setattr(Stage, "_measure", lost)
+
+
+@mutation("a new turn is refused as soon as a ring is lost", "restarts")
+def _(patcher: pytest.MonkeyPatch) -> None:
+    lose = Scheduler._lose
+
+    def forgetful(self: Scheduler, ring: Ring, detail: str, now: float) -> None:
+        lose(self, ring, detail, now)
+        self._lost_at = -inf
+
+    patcher.setattr(Scheduler, "_lose", forgetful)
+
+
+@mutation("a spare ring serves beside the others", "")
+def _(patcher: pytest.MonkeyPatch) -> None:
+    def all_of_them(rings: Any) -> list[Ring]:
+        return [each for each in rings.values() if each.phase is READY]
+
+    patcher.setattr(coord.admission, "_serving", all_of_them)

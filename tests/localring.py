@@ -19,6 +19,7 @@ from coord.actions import Action, Admitted, Send, Tokens
 from coord.coordinator import Coordinator
 from coord.gateway import Settings, build_app
 from coord.http.keys import Key
+from coord.http.limits import Door
 from coord.tokenizer import ByteTokenizer, Tokenizer
 from pipeline.model import StageModel, ToyModel
 from pipeline.stage import CopyRows, DropRows, Forward, Stage
@@ -42,6 +43,7 @@ class LocalRing(Coordinator):
         park_bytes: int = 0,
         models: Sequence[StageModel] = (),
         queue_turns: int = 256,
+        resume_s: float = 60.0,
     ) -> None:
         self.models = models or [
             ToyModel((i, i + 1), 2, slots=slots, capacity=1024) for i in range(2)
@@ -56,6 +58,7 @@ class LocalRing(Coordinator):
             chunk_tokens=64,
             park_bytes=park_bytes,
             queue_turns=queue_turns,
+            resume_s=resume_s,
             lost_after_s=1e6,  # nobody beats after the start
             frame_timeout_s=1e6,
         )
@@ -146,6 +149,7 @@ def play(
     keys: tuple[Key, ...] = (),
     tokenizer: Tokenizer | None = None,
     settings: Settings | None = None,
+    door: Door | None = None,
     **options: Any,
 ) -> None:
     """Run a scene against the HTTP API of a fresh ring; call(method, path, body, key=...)."""
@@ -154,7 +158,7 @@ def play(
         ring = LocalRing(**options)
         await ring.open()
         used = replace(settings or Settings(), api_keys=keys)
-        app = build_app(ring, tokenizer or ByteTokenizer(), used)
+        app = build_app(ring, tokenizer or ByteTokenizer(), used, door)
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
 

@@ -14,7 +14,11 @@ import pytest
 from tests.fakeserver import FakeServer, serve
 from tests.screen import CTRL_C, ENTER, ROOT, terminal
 from tools import cli
+from tools.client import Json, Reply
+from tools.conversation import Turn
 from tools.prompt import KEPT, History
+from tools.terminal import console
+from tools.turns import table
 
 
 @pytest.fixture
@@ -177,6 +181,22 @@ def test_a_lost_server_costs_no_word(tmp_path: Path) -> None:
             said = [[each["content"] for each in body["messages"]] for body in again.bodies]
             assert [words[::2] for words in said] == [["one", "two"]] * 2
             assert len({body["prompt_cache_key"] for body in fake.bodies + again.bodies}) == 1
+
+
+def test_no_heading_of_the_turns_costs_is_cut() -> None:
+    kvring: Json = {"matched": 12_345, "prefilled": 1_234, "ttft_ms": 123_456.0}
+    usage: Json = {"completion_tokens": 90, "prompt_tokens": 13_579}
+    usage |= {"prompt_tokens_details": {"cached_tokens": 12_345}}
+    kvring |= {"drafts_accepted": 1_234, "drafts_rejected": 4_321}
+    turns = [Turn("x", Reply(usage=usage, kvring=kvring), again) for again in (False, True)]
+    for columns in (60, 71, 72, 80, 100):
+        sink = io.StringIO()
+        console(sink, columns).print(table(turns, columns))
+        lines = sink.getvalue().splitlines()
+        assert "…" not in sink.getvalue(), columns
+        assert max(map(len, lines)) <= columns
+        assert lines[columns < 72].split()[:2] == ["turn", "cached"], columns
+    assert "(91%)" in lines[-1]
 
 
 def test_without_a_terminal_there_is_the_reply_and_nothing_else(

@@ -83,6 +83,11 @@ def test_version_and_bare_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["stage", "--ring", "Makefile"], "--name"),
         (["stage", "--ring", "absent.toml", "--name", "s0"], "absent.toml"),
         (["coord", "--ring", "absent.toml"], "absent.toml"),
+        *[
+            ([*each, "--ring", "."], "--ring .: is a directory, not a ring.toml")
+            for each in (["stage", "--name", "s0"], ["coord"], ["doctor"], ["plan"], ["keygen"])
+        ],
+        (["doctor", "--ring", "absent.toml"], "--ring absent.toml: no such file"),
         (["chat", "--temperature", "3"], "--temperature"),
         (["pull"], "NAME"),
         (["pull", "nobody-knows"], "smollm2-135m"),
@@ -128,6 +133,7 @@ def test_up_passes_every_option(up: FakeUp) -> None:
         "http": "127.0.0.1:8000",
         "served_model_name": None,
         "api_key": None,
+        "api_key_file": None,
         "record": None,
         "record_payloads": "none",
         "delay_ms": 0.0,
@@ -140,7 +146,7 @@ def test_up_passes_every_option(up: FakeUp) -> None:
     assert up.calls == [("up", defaults)]
     given = "up --model toy --stages 2 --slots 5 --max-model-len 512 --dtype float32 --http [::1]:0"
     more = "--served-model-name m --api-key k --record logs --record-payloads digest"
-    less = "--weights int8 --activations fp8 --kernels torch --kv int8"
+    less = "--weights int8 --activations fp8 --kernels torch --kv int8 --api-key-file keys"
     kept = "--rings 2 --park-mb 64 --idle-ttl-s 600 --verify-share 0.05 --drafter off"
     slow = "--delay-ms 5 --jitter-ms 1 --mbit 100 --draft-depth 2 --draft-tokens 7 --threads 2"
     slow += " --draft-model small --insecure"
@@ -167,6 +173,7 @@ def test_up_passes_every_option(up: FakeUp) -> None:
         "http": "[::1]:0",
         "served_model_name": "m",
         "api_key": "k",
+        "api_key_file": Path("keys"),
         "record": Path("logs"),
         "record_payloads": "digest",
         "delay_ms": 5.0,

@@ -45,7 +45,7 @@ def test_a_reply_ends_before_the_coordinator_does(
     with streaming(ring.url, prompt_of(1), LONG) as reading:
         reading.read(5)
         running["coord"].send(number)
-        body = fleet.not_ready(ring.url, "draining", "1 turns")
+        body = fleet.not_ready(ring.url, "draining: 1 turn is still")
         assert body["state"] == "draining"
         refused = post(f"{ring.url}/v1/completions", json={"prompt": "x"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")

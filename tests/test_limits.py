@@ -15,6 +15,7 @@ from coord.gateway import Settings
 from coord.http.keys import Caller, hold, parse_keys
 from coord.http.limits import MAX_RETRY_S, BodyBudget, Door, Pace
 from tests.localring import Call, LocalRing, play
+from transport.frame import Heartbeat, StageState
 
 TEXT = "/v1/completions"
 KEYS = (hold("ann", "key-a"), hold("bob", "key-b"), hold("cat", "key-c", turns=1))
@@ -278,7 +279,81 @@ def test_a_refused_body_is_given_back() -> None:
     play(scene, settings=Settings(bodies_limit_bytes=1000))
 
 
+# ---- while a ring is away ------------------------------------------------------------------------
+
+
+def lost(ring: LocalRing) -> None:
+    """A stage begins anew; the ring does not form before it is `loaded`."""
+    ring._step(Heartbeat("r0", "s1", 1, StageState.LOADING, 0.5, "", 1, 1))
+    assert not ring.ready()[0]
+
+
+def loaded(ring: LocalRing) -> None:
+    ring._step(Heartbeat("r0", "s1", 1, StageState.READY, 1.0, "", 1, 1))
+
+
+def test_new_requests_wait_for_a_ring_that_was_lost() -> None:
+    """They count as others in the queue: its limit, a deadline, and clients that go hold."""
+
+    async def scene(ring: LocalRing, call: Call) -> None:
+        lost(ring)
+        waiting = begin(call("POST", TEXT, asking(prompt_of(1))))
+        streamed = begin(call("POST", TEXT, asking(prompt_of(2), stream=True)))
+        await settle(ring, 0, 2)
+        assert error_of(await call("POST", TEXT, asking("x"))) == (429, "queue_full")
+        streamed.cancel()
+        await settle(ring, 0, 1)
+        late = await call("POST", TEXT, asking(prompt_of(3), kvring={"timeout_s": 0.1}))
+        assert error_of(late) == (504, "deadline_exceeded")
+        assert not waiting.done()
+        loaded(ring)
+        answer = await waiting
+        assert answer.status_code == 200
+        assert answer.json()["usage"]["completion_tokens"] == 4
+        await settle(ring, 0, 0)
+
+    play(scene, queue_turns=2)
+
+
+def test_a_ring_that_stays_away_refuses_them_after_resume_s() -> None:
+    async def scene(ring: LocalRing, call: Call) -> None:
+        lost(ring)
+        waited = await call("POST", TEXT, asking(prompt_of(1)))
+        assert error_of(waited) == (503, "ring_lost")
+        assert int(waited.headers["retry-after"]) >= 1
+        refused = await call("POST", TEXT, asking(prompt_of(1)))
+        assert error_of(refused) == (503, "not_ready")
+        assert "stage s1 is loading" in refused.json()["error"]["message"]
+        assert int(refused.headers["retry-after"]) >= 1
+
+    play(scene, resume_s=0.3)
+
+
 # ---- draining -----------------------------------------------------------------------------------
+
+
+def test_readiness_tells_how_many_turns_a_drain_waits_for() -> None:
+    door = Door(dict)
+
+    async def scene(ring: LocalRing, call: Call) -> None:
+        def missing(response: httpx.Response) -> object:
+            body = response.json()
+            assert (response.status_code, body["state"]) == (503, "draining")
+            return body["missing"]
+
+        with stalled(ring):
+            running = [begin(call("POST", TEXT, asking(prompt_of(n)))) for n in (1, 2)]
+            await settle(ring, 2, 0)
+            closing = asyncio.ensure_future(door.drain(30.0))
+            await asyncio.sleep(0)
+            assert missing(await call("GET", "/ready")) == "draining: 2 turns are still running"
+        for each in running:
+            assert (await each).status_code == 200
+        assert await closing
+        said = missing(await call("GET", "/ready"))
+        assert said == "drained: no turn is running, and no new one is taken"
+
+    play(scene, door=door)
 
 
 def test_a_closed_door_says_when_to_come_back() -> None:

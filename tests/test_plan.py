@@ -19,6 +19,7 @@ from tests.toyclient import complete, truth
 from tools import cli
 from tools.errors import ToolError
 from tools.measuring import Link, Machine, Measured
+from tools.plan.command import _report
 from tools.plan.costs import Costs
 from tools.plan.rewrite import planned, rewritten
 from tools.plan.split import quickest, split
@@ -144,6 +145,74 @@ def test_layers_follow_speed_and_memory() -> None:
         costs.best()
     with pytest.raises(ToolError, match="stage s1 could not try its block: every slot is full"):
         Costs(measured(ring[0], replace(ring[1], decode_s=0.0), ring[2]), LIMITS, 2)
+
+
+def two_stages(second_ms: float) -> Measured:
+    """Six layers each, of 1 ms in the first stage."""
+    return measured(machine(0, (0, 6), 1.0), machine(1, (6, 12), second_ms))
+
+
+@pytest.mark.parametrize(
+    ("second_ms", "alone", "planned_counts"),
+    [
+        (1.18, False, [6, 6]),  # 7.08 ms now, 7 with a layer moved
+        (1.30, False, [7, 5]),  # 7.8 and 7
+        (1.02, True, [6, 6]),  # 12.12 ms in all, 12.02 with five layers moved
+        (1.30, True, [11, 1]),  # 13.8 and 12.3
+    ],
+)
+def test_what_gains_less_than_noise_is_no_plan(
+    second_ms: float, alone: bool, planned_counts: list[int]
+) -> None:
+    costs = Costs(two_stages(second_ms), LIMITS, 2, alone=alone)
+    assert [block.count for block in costs.best().blocks] == planned_counts
+    assert (costs.best() == costs.now()) == (planned_counts == [6, 6])
+
+
+def test_what_has_no_room_moves_for_less() -> None:
+    first, second = two_stages(1.0).machines
+    for free, expected in ((1000 * MB, 6), (100 * MB, 5)):  # a twentieth of its device is spared
+        tight = replace(second, weight_bytes=60 * MB, free_bytes=free, row_bytes=6000)
+        costs = Costs(measured(first, tight), LIMITS, 2)
+        assert counts(costs)["s1"] == expected, free
+
+
+def test_a_plan_that_is_no_better_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ring, new = tmp_path / "ring.toml", tmp_path / "new.toml"
+    ring.write_text(TEXT.replace("[0, 4]", "[0, 6]").replace("[4, 12]", "[6, 12]"))
+
+    def plan(second_ms: float, *options: str) -> tuple[str, str]:
+        monkeypatch.setattr("tools.plan.command.measure", lambda *_: two_stages(second_ms))
+        assert cli.run(["plan", "--ring", str(ring), *options]) == 0
+        said = capsys.readouterr()
+        return said.out, said.err
+
+    said, told = plan(1.18, "--write", str(new))
+    assert "the present split is as good: none gains more than 3%, and" in said
+    assert "the layers are the present ones: nothing has to be started again" in told
+    assert new.read_text() == ring.read_text()
+    assert json.loads(plan(1.18, "--json")[0])["worth_a_restart"] is False
+    new.unlink()
+    said, told = plan(1.3, "--write", str(new))
+    assert "as good" not in said
+    assert "then restart all stages" in told
+    assert "layers = [0, 7]" in new.read_text()
+    assert json.loads(plan(1.3, "--json")[0])["worth_a_restart"] is True
+
+
+def test_a_narrow_terminal_gets_the_table_in_pieces() -> None:
+    found = two_stages(1.3)
+    costs = Costs(found, LIMITS, 2)
+    wide = _report(found, costs.now(), costs.best())
+    narrow = _report(found, costs.now(), costs.best(), 60)
+    tables = [line for line in narrow if line.startswith(("stage", "s0", "s1"))]
+    assert max(map(len, tables)) <= 60
+    assert [line.split()[0] for line in tables] == ["stage", "s0", "s1"] * 2
+    heading = " ".join(tables[0].split() + tables[3].split()[1:])
+    assert heading == " ".join(wide[0].split()), "no heading is cut, none is lost"
+    assert tables[1].split() + tables[4].split()[1:] == wide[1].split()
 
 
 def test_the_ends_hold_more_and_the_tail_computes_more() -> None:

@@ -7,6 +7,7 @@ from a wrong prefix is seen. CASES 4, 7, 22-25, 27-31, 41, 42.
 from __future__ import annotations
 
 import signal
+import stat
 import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ import pytest
 
 from tests import processes
 from tests.processes import Fleet, Process, RingFile, get, post, until, write_ring
+from tests.screen import CTRL_C, terminal
 from tests.toyclient import Answer, complete, stream, streaming, truth
 from transport.frame import Heartbeat, RollCall, Run, Verdict
 from transport.framelog import FrameLogReader
@@ -247,6 +249,23 @@ def test_a_killed_stage_loses_no_token(victim: str, hand: Hand) -> None:
     assert complete(ring.url, after, 30).tokens == truth(after, 30)
 
 
+def test_a_request_during_a_loss_waits_for_the_ring(hand: Hand) -> None:
+    """Case 28: neither whole nor streamed is it refused, while the stage is started again."""
+    fleet, ring, running = hand
+    prompts = [prompt_of(77 + at, 40) for at in range(2)]
+    running["s1"].kill()
+    fleet.not_ready(ring.url, "s1")
+    with ThreadPoolExecutor(2) as pool:
+        whole = pool.submit(complete, ring.url, prompts[0], 20)
+        streamed = pool.submit(stream, ring.url, prompts[1], 20)
+        until("both wait", lambda: get(f"{ring.url}/ring").json()["turns"]["waiting"] == 2)
+        assert not whole.done()
+        running["s1"] = fleet.stage(ring, "s1")
+        answers = [whole.result(), streamed.result()]
+    assert [each.tokens for each in answers] == [truth(each, 20) for each in prompts]
+    processes.idle(ring.url)
+
+
 def test_a_stopped_stage_is_lost_and_comes_back(hand: Hand) -> None:
     """Case 28: SIGSTOP, then SIGCONT: the same process, the same stream."""
     fleet, ring, running = hand
@@ -413,6 +432,34 @@ def test_api_keys_come_from_a_file(fleet: Fleet, tmp_path: Path) -> None:
         assert answer.status_code == 200, answer.text
         cached.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
     assert cached == [0, 0, 49], "case 19: a tenant never hits another's prefix"
+
+
+def test_up_takes_a_file_of_keys_and_looks_with_its_own(fleet: Fleet, tmp_path: Path) -> None:
+    """And --api-key beside it is one more."""
+    keys = tmp_path / "keys"
+    keys.write_text("ann:alpha-0123456789abcdef\n")
+    keys.chmod(0o644)
+    processes.assert_clear(fleet.up("--model", "toy", "--api-key-file", keys)[0], 2, "chmod 600")
+    keys.chmod(0o600)
+    options = ("--model", "toy", "--stages", "1", "--api-key-file", keys)
+    up, url = fleet.up(*options, "--api-key", "secret")
+    fleet.ready(url)
+    until("it says so", lambda: f"ready at {url}" in up.output)
+    statuses = [
+        httpx.get(f"{url}/metrics", headers={"Authorization": f"Bearer {key}"}).status_code
+        for key in ("alpha-0123456789abcdef", "secret", "wrong")
+    ]
+    assert statuses == [403, 200, 401], "one of the file is no admin, the operator's is"
+    (held,) = fleet.scratch.glob("kvring-*/api-keys")
+    assert stat.S_IMODE(held.stat().st_mode) == 0o600
+    assert "alpha" not in held.read_text()
+    up.send(signal.SIGTERM)
+    assert up.wait() == 0
+    with terminal("up", *map(str, options), "--http", "127.0.0.1:0", state=tmp_path) as screen:
+        screen.wait_for("-H 'Authorization: Bearer KEY'")
+        screen.wait_for("0 of 4 slots used")  # which GET /ring says to nobody without a key
+        screen.press(CTRL_C)
+        assert screen.wait() == 0
 
 
 def test_a_daemon_ends_by_a_signal_with_code_0(hand: Hand) -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from coord.actions import Action, Admitted, Failed, Finished, Send, Tokens
-from coord.ring import RETRY_S, Phase
+from coord.ring import RETRY_S
 from coord.scheduler import MAX_REFUSALS
 from tests.desk import LIMITS, PRINT, Desk, entry, prefill, runs, slot_of, verify
 from transport.chain import Chain, root_hash
@@ -397,57 +397,3 @@ def test_a_turn_waiting_for_a_lost_ring_can_be_cancelled() -> None:
     desk.tell(StageLost("r", "s1", "killed"))
     assert desk.cancel(1) == [Finished(1, "cancelled")]
     assert desk.reform() == []
-
-
-def test_a_ring_that_stays_away_fails_its_turns() -> None:
-    """CASES 28: within resume_s, those that never ran as well."""
-    desk = Desk().form()
-    for turn in (1, 2, 3):
-        desk.submit(turn, (turn,))
-    desk.tick(RETRY_S)
-    desk.tell(StageLost("r", "s1", "killed"))
-    desk.now += LIMITS.resume_s - RETRY_S
-    assert [a for a in desk.tick() if isinstance(a, Failed)] == []
-    assert desk.ring.phase is Phase.WAITING
-    due = desk.core.deadline()
-    assert due is not None
-    assert due <= desk.now + RETRY_S
-    assert desk.tick(RETRY_S) == [
-        Failed(turn, 503, "ring_lost", "no ring was ready for 60 s") for turn in (1, 2, 3)
-    ]
-    assert desk.core.turns == {}
-
-
-def test_a_ring_that_never_gets_ready_again_fails_its_turns_too() -> None:
-    """CASES 28: it forms and breaks in its self-check, again and again; the bound still holds."""
-    desk = Desk().form()
-    desk.submit(1, (1, 2))
-    desk.tick(RETRY_S)
-    desk.tell(StageLost("r", "s1", "killed"))
-    lost_at, failed = desk.now, list[Failed]()
-    while not failed and desk.now < lost_at + 3 * LIMITS.resume_s:
-        actions = desk.wait(2.0)
-        if desk.ring.phase is Phase.FORMING:
-            actions += desk.answer()
-            actions += desk.tell(StageLost("r", "s1", "again"))
-        failed = [a for a in actions if isinstance(a, Failed)]
-    assert failed == [Failed(1, 503, "ring_lost", "no ring was ready for 60 s")]
-    assert desk.now <= lost_at + LIMITS.resume_s + 2.0
-
-
-def test_a_ring_in_time_takes_the_turns_back() -> None:
-    desk = Desk().form()
-    desk.submit(1, (1, 2), budget=1)
-    desk.tick(RETRY_S)
-    desk.tell(StageLost("r", "s1", "killed"))
-    desk.wait(LIMITS.resume_s / 2)
-    (run,) = runs(desk.reform())
-    assert desk.verdict(run, 21) == [Tokens(1, (21,)), Finished(1, "length")]
-
-
-def test_new_turns_are_refused_while_the_ring_is_away() -> None:
-    desk = Desk().form()
-    desk.tell(StageLost("r", "s1", "killed"))
-    (failed,) = desk.submit(1, (1, 2))
-    assert isinstance(failed, Failed)
-    assert (failed.status, failed.code) == (503, "not_ready")

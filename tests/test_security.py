@@ -116,7 +116,7 @@ def test_http_without_api_keys_listens_on_loopback_only(
     host = own_address()
     said = (f"HTTP address {host}:0", "no API keys", "--insecure")
     up = ["up", "--model", "toy", "--http", f"{host}:0"]
-    refused(capfd, 2, up, *said, "give --api-key KEY")
+    refused(capfd, 2, up, *said, "give --api-key-file FILE", "--api-key KEY")
     ring = write_ring(tmp_path / "ring.toml", stages=1)
     coord = fleet.coord(ring, "--http", f"{host}:0")
     assert_clear(coord, 2, *said, "--api-key-file", "container")

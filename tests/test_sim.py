@@ -8,10 +8,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import coord.ring
 from coord.ledger import Ledger
+from coord.rollcall import renewed
 from tests.bugs import MUTATIONS
 from tests.mutations import hunted, shrunk
 from tools.cli import run
@@ -24,6 +27,7 @@ from tools.sim.script import FAULTS, Crash, Say, Script
 from tools.sim.world import World
 from transport.chain import Chain
 from transport.config import loads
+from transport.frame import RollCall
 from transport.framelog import Direction
 
 CLEAN = 130  # seeds of a default run, in two parts
@@ -40,6 +44,10 @@ SAMPLED = (
     "a copy is not checked",
     "no refusal is told",
     "a stage does not tell of lost frames",
+    "a measurement's trial writes over rows that are held",
+    "a measurement meets a stage twice",
+    "a new turn is refused as soon as a ring is lost",
+    "a spare ring serves beside the others",
 )
 
 
@@ -64,6 +72,24 @@ def test_nothing_is_refused_where_nothing_goes_wrong() -> None:
 def test_a_bug_is_noticed(name: str) -> None:
     (mutant,) = [each for each in MUTATIONS if each.name == name]
     assert hunted(mutant, range(40)) is not None
+
+
+def test_a_new_coordinator_finds_what_the_last_one_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing but coordinators end: of what is in the file, nearly all is still there."""
+    told, believed = [0], [0]
+
+    def counted(ledger: Ledger, held: Any, call: RollCall, reason: str) -> Any:
+        found = renewed(ledger, held, call, reason)
+        if not ledger.slots:
+            told[0] += len(held)
+            believed[0] += sum(bool(each.resident) for each in found[0].holdings().values())
+        return found
+
+    monkeypatch.setattr(coord.ring, "renewed", counted)
+    for seed in range(30_000, 30_030):
+        World(draw(seed, Options(faults=("restart",)))).play()
+    assert told[0] > 20
+    assert believed[0] > 0.8 * told[0]
 
 
 def test_a_seed_is_one_world_whatever_was_played_before() -> None:

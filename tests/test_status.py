@@ -152,10 +152,42 @@ def test_missing_and_odd_values_are_dashes() -> None:
 
 
 def test_a_narrow_terminal_gets_short_bars_and_no_addresses() -> None:
-    lines = render(RING, Readiness(True, "", None), plain, narrow=True)
+    lines = render(RING, Readiness(True, "", None), plain, columns=79)
     assert "tcp://" not in "\n".join(lines)
     assert lines[-2] == "  0     ████····  2,048/4,096  17    0 s   -     -"
     assert max(map(len, lines[3:])) <= 72
+
+
+def test_what_does_not_fit_goes_on_below() -> None:
+    """All headings and cells are there, in lines that fit."""
+    lines = render(RING, Readiness(True, "", None), plain, columns=60)
+    assert lines[3:] == [
+        "  stage  layers  state                   pid   memory  busy",
+        "  s0     0-9     ready                   4711  812 MB  43%",
+        "  s1     -       loading 40% (layer 14)  -     -       -",
+        "  stage  heard",
+        "  s0     0.2 s ago",
+        "  s1     -",
+        "  slot  resident               turn  idle  kept  session",
+        "  0     ████····  2,048/4,096  17    0 s   -     -",
+        "  1     ········  0/4,096      -     -     -     -",
+    ]
+    for columns in range(40, 80):
+        told = render(RING, Readiness(True, "", None), plain, columns=columns)[3:]
+        assert max(map(len, told)) <= columns
+        assert {"heard", "busy", "session", "kept"} <= set(" ".join(told).split())
+
+
+def test_a_status_in_a_narrow_terminal_is_folded(fake: FakeServer, tmp_path: Path) -> None:
+    with terminal("status", "--url", fake.url, state=tmp_path, columns=60) as screen:
+        assert screen.wait() == 0
+        screen.wait_for("stage  heard")
+    assert max(map(len, screen.text.splitlines())) <= 60
+
+
+def test_a_share_is_of_what_loads() -> None:
+    assert str(Readiness(False, "r0: s1 loads", 0.4)) == "r0: s1 loads 40%"
+    assert str(Readiness(False, "draining: 1 turn is still running", 1.0)).endswith("running")
 
 
 def test_bar_shows_any_row_and_is_full_only_at_capacity() -> None:

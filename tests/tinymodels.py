@@ -275,3 +275,33 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def mxfp4(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Blocks [..., groups, 16] and scales [..., groups] of values [..., 32 * groups], and what of
+    the values is left: the nearest of sixteen times the power of two that the largest fits under.
+    """
+    groups = values.double().reshape(*values.shape[:-1], -1, 32)
+    exponent = torch.floor(torch.log2(groups.abs().amax(-1))) - 2
+    power = torch.exp2(exponent)[..., None]
+    code = ((groups / power)[..., None] - E2M1).abs().argmin(-1)
+    blocks = (code[..., ::2] | code[..., 1::2] << 4).to(torch.uint8)
+    left = (E2M1[code] * power).flatten(-2)
+    return blocks, (exponent + 127).to(torch.uint8), left.to(values.dtype)
+
+
+def as_published_gpt_oss(model: Any) -> dict[str, torch.Tensor]:
+    """A gpt_oss's tensors as the hub has them, in MXFP4; its own become what is left of them."""
+    state: dict[str, torch.Tensor] = {}
+    for name, value in tensors(model).items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            state[name] = value
+            continue
+        blocks, scales, left = mxfp4(value.transpose(1, 2))
+        value.copy_(left.transpose(1, 2))
+        state |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    model.config.quantization_config = {"quant_method": "mxfp4"}
+    return state

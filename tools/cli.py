@@ -112,6 +112,7 @@ def up(
     http: options.Http = "127.0.0.1:8000",
     served_model_name: options.ServedModelName = None,
     api_key: options.ApiKey = None,
+    api_key_file: options.ApiKeyFile = None,
     record: options.Record = None,
     record_payloads: options.RecordPayloads = options.Payloads.NONE,
     delay_ms: options.Delay = 0.0,
@@ -155,7 +156,7 @@ def stage(
     with_parent: options.WithParent = False,
 ) -> int:
     """Run one stage of a ring on this machine."""
-    _check_file(ring)
+    options.check_ring(ring)
     _check_record(record, record_payloads)
     return _code(
         _command("serve.run_stage")(
@@ -186,7 +187,7 @@ def coord(
     with_parent: options.WithParent = False,
 ) -> int:
     """Run the coordinator of a ring, with the HTTP API."""
-    _check_file(ring)
+    options.check_ring(ring)
     _check_record(record, record_payloads)
     if http is not None:
         _check_address(http)
@@ -379,7 +380,7 @@ def keygen(
 ) -> int:
     """Draw CURVE keys for a ring's links: writes files, prints the lines for ring.toml."""
     if ring is not None:
-        _check_file(ring)
+        options.check_ring(ring)
     return _code(
         _command("keygen.run_keygen")(ring=ring, names=name or [], folder=folder, force=force)
     )
@@ -430,11 +431,6 @@ def pull(
 def _code(result: object) -> int:
     """A command may return its exit code, or nothing for success."""
     return result if isinstance(result, int) else 0
-
-
-def _check_file(path: Path) -> None:
-    if not path.is_file():
-        raise ToolError(f"--ring {path}: no such file", code=USAGE)
 
 
 def _check_record(record: Path | None, payloads: options.Payloads) -> None:

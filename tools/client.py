@@ -42,7 +42,9 @@ class Readiness:
     body: Json = field(default_factory=dict)  # each ring's stages by name
 
     def __str__(self) -> str:
-        share = "" if self.progress is None else f" {self.progress:.0%}"
+        # all is loaded: what is awaited has no share
+        done = self.progress is None or self.progress >= 1.0
+        share = "" if done else f" {self.progress:.0%}"
         return f"{self.detail or ('ready' if self.ready else 'not ready')}{share}"
 
 

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from tools.errors import USAGE, ToolError
+
 
 class Dtype(StrEnum):
     """Precision of weights and KV rows."""
@@ -179,3 +181,13 @@ DraftDepth = Annotated[
 DraftTokens = Annotated[
     int | None, typer.Option(min=0, max=64, hidden=True, help="Drafts of one frame.")
 ]
+
+
+def check_ring(path: Path) -> None:
+    """ToolError where --ring names no file."""
+    if path.is_dir():
+        said = f"--ring {path}: is a directory, not a ring.toml"
+        inside = path / "ring.toml"
+        raise ToolError(f"{said}: --ring {inside}?" if inside.is_file() else said, code=USAGE)
+    if not path.is_file():
+        raise ToolError(f"--ring {path}: no such file", code=USAGE)

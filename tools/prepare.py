@@ -37,7 +37,7 @@ def doctor(
     if ring is None and url is not None:
         raise ToolError("--url: needs --ring FILE, to compare with", code=USAGE)
     if ring is not None:
-        _check_file(ring)
+        options.check_ring(ring)
     return run_doctor(
         ring=ring,
         url=url,
@@ -69,9 +69,9 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> int:
     """Measure the running stages of a ring, and split its layers by their speed and memory."""
+    options.check_ring(ring)
     from tools.plan.command import run_plan
 
-    _check_file(ring)
     return run_plan(
         ring=ring,
         name=name,
@@ -82,8 +82,3 @@ def plan(
         write=write,
         as_json=json,
     )
-
-
-def _check_file(path: Path) -> None:
-    if not path.is_file():
-        raise ToolError(f"--ring {path}: no such file", code=USAGE)

@@ -57,18 +57,14 @@ def check_link(who: str, address: str, *, keys: bool, insecure: bool) -> None:
     structlog.get_logger().warning("insecure", listens=address, missing="CURVE keys")
 
 
-def check_http(address: str, *, keys: bool, insecure: bool, file: bool = True) -> None:
-    """Refuse an HTTP address that other machines can reach and that asks nobody for a key.
-
-    file: the command takes --api-key-file.
-    """
+def check_http(address: str, *, keys: bool, insecure: bool) -> None:
+    """Refuse an HTTP address that other machines can reach and that asks nobody for a key."""
     if keys or not exposed(address):
         return
     if not insecure:
-        either = "--api-key-file FILE (kvring apikey NAME makes its lines) or " if file else ""
         raise ToolError(
             f"HTTP address {address}: other machines can reach it, and there are no API keys: give "
-            f"{either}--api-key KEY, listen on "
+            "--api-key-file FILE (kvring apikey NAME makes its lines) or --api-key KEY, listen on "
             "127.0.0.1, or say --insecure where everybody who reaches it may use it (in a "
             "container whose port is published on 127.0.0.1 only, say --insecure)",
             code=USAGE,

@@ -132,7 +132,7 @@ def run_coord(
     if config.coordinator.drafter == "model":
         os.environ["OMP_NUM_THREADS"] = str(config.rings[0].head.threads)  # see run_stage
     incarnation = secrets.randbits(63)
-    keys = _api_keys(api_key, api_key_file)
+    keys = api_keys(api_key, api_key_file)
     trust = trust_of_coordinator(config)
     for each in config.rings:
         who = f"the coordinator of ring {each.name}"
@@ -340,7 +340,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _api_keys(key: str | None, file: Path | None) -> tuple[Key, ...]:
+def api_keys(key: str | None, file: Path | None) -> tuple[Key, ...]:
     """Of the command line the operator's own key, of the file everybody's."""
     from coord.http.keys import hold, holds_plain_keys, parse_keys
 

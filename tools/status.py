@@ -13,11 +13,13 @@ from coord.help import pointed
 from tools.client import Client, Json, Readiness, ServerError, integer, number
 from tools.errors import USAGE, ToolError
 from tools.terminal import (
+    GAP,
     Painter,
     in_place,
     laid_out,
     paint,
     painted,
+    pieces,
     printable,
     region,
     width,
@@ -38,6 +40,7 @@ STATE_STYLES = {
 PATIENCE_S = 5.0  # for an answer to one look of --watch
 NARROW = 80  # columns; with fewer, bars are short and addresses left out
 NARROW_BAR_CELLS = 8
+INDENT = "  "  # of tables
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -73,10 +76,13 @@ def run_status(
     if as_json:
         print(json.dumps(body, indent=2, ensure_ascii=False))
     else:
-        lines = render(body, readiness, lambda text, style: paint(text, style, sys.stdout))
+        columns = width(sys.stdout) if in_place(sys.stdout) else None
+        lines = render(
+            body, readiness, lambda text, style: paint(text, style, sys.stdout), columns=columns
+        )
         for line in lines:
-            breaks = in_place(sys.stdout) and not line.startswith("  ")
-            print("\n".join(wrapped(line, width(sys.stdout)) if breaks else [line]))
+            table = line.startswith(INDENT)
+            print("\n".join([line] if columns is None or table else wrapped(line, columns)))
     return 0 if readiness.ready else NOT_READY
 
 
@@ -143,15 +149,14 @@ class _InPlace:
     def __call__(self, readiness: Readiness | None, body: Json, trouble: str) -> None:
         """Draw it."""
         columns, now = width(sys.stdout), time.monotonic()
-        narrow = columns < NARROW
         if readiness is not None:
             self._readiness, self._body, self._heard_at = readiness, body, now
-            lines = render(body, readiness, painted, narrow=narrow)
+            lines = render(body, readiness, painted, columns=columns)
         else:
             lines = [painted(printable(trouble), "red")]
             if self._heard_at is not None:
                 lines.append(f"waiting for it; {_duration(now - self._heard_at)} ago it said:")
-                last = render(self._body, self._readiness, lambda text, _: text, narrow=narrow)
+                last = render(self._body, self._readiness, lambda text, _: text, columns=columns)
                 lines += ["", *(painted(line, "dim") for line in last)]
         self._draw(laid_out(lines, columns))
 
@@ -160,9 +165,12 @@ class _InPlace:
 
 
 def render(
-    body: Json, readiness: Readiness, painter: Painter, *, narrow: bool = False
+    body: Json, readiness: Readiness, painter: Painter, *, columns: int | None = None
 ) -> list[str]:
-    """The lines of text; whatever the server leaves out is shown as "-"."""
+    """The lines of text; whatever the server leaves out is shown as "-".
+
+    columns: of the terminal, in which tables are folded; None where they may be of any width.
+    """
     turns = _object(body.get("turns"))
     state = painter("ready", "green") if readiness.ready else painter("not ready", "yellow")
     parts = [
@@ -177,11 +185,12 @@ def render(
     if not readiness.ready:
         lines.append(painter(f"  {pointed(str(readiness))}", "yellow"))
     for ring in _objects(body.get("rings")):
-        lines += ["", *_ring(ring, painter, narrow=narrow)]
+        lines += ["", *_ring(ring, painter, columns)]
     return lines
 
 
-def _ring(ring: Json, painter: Painter, *, narrow: bool) -> list[str]:
+def _ring(ring: Json, painter: Painter, columns: int | None) -> list[str]:
+    narrow = columns is not None and columns < NARROW
     frames = f"{_count(ring.get('frames_in_flight'))}/{_count(ring.get('window_frames'))}"
     parts = [
         f"ring {_text(ring.get('name'))}",
@@ -199,15 +208,16 @@ def _ring(ring: Json, painter: Painter, *, narrow: bool) -> list[str]:
     stages = _objects(ring.get("stages"))
     if stages:
         header = ["stage", "layers", "state", "pid", "memory", "busy", "heard", "address"]
-        columns = len(header) - narrow  # without the address
-        told = [_stage(stage)[:columns] for stage in stages]
-        lines += _table(header[:columns], told, stages, painter)
+        shown = len(header) - narrow  # without the address
+        told = [_stage(stage)[:shown] for stage in stages]
+        lines += _table(header[:shown], told, stages, painter, columns)
     slots = _objects(ring.get("slots"))
     if slots:
         cells = NARROW_BAR_CELLS if narrow else BAR_CELLS
         header = ["slot", "resident", "", "turn", "idle", "kept", "session"]
-        lines += _table(header, [_slot(slot, cells) for slot in slots], slots, painter)
-    lines += _parked(ring, painter)
+        told = [_slot(slot, cells) for slot in slots]
+        lines += _table(header, told, slots, painter, columns)
+    lines += _parked(ring, painter, columns)
     evictions = _object(ring.get("evictions"))
     if evictions:
         counts = [f"{_count(count)} {reason}" for reason, count in evictions.items()]
@@ -215,7 +225,7 @@ def _ring(ring: Json, painter: Painter, *, narrow: bool) -> list[str]:
     return lines
 
 
-def _parked(ring: Json, painter: Painter) -> list[str]:
+def _parked(ring: Json, painter: Painter, columns: int | None) -> list[str]:
     parked = _objects(ring.get("parked"))
     if not parked:
         return []
@@ -230,7 +240,7 @@ def _parked(ring: Json, painter: Painter) -> list[str]:
         ]
         for each in parked
     ]
-    lines = _table(["parked", "rows", "idle", "session", ""], rows, parked, painter)
+    lines = _table(["parked", "rows", "idle", "session", ""], rows, parked, painter, columns)
     if "parked_rows" in ring:
         lines.append(f"  {_count(ring['parked_rows'])} of {_count(limit)} rows are parked")
     return lines
@@ -288,22 +298,30 @@ def bar(value: int, limit: int, cells: int = BAR_CELLS) -> str:
 
 
 def _table(
-    header: list[str], rows: list[list[str]], items: list[Json], painter: Painter
+    header: list[str],
+    rows: list[list[str]],
+    items: list[Json],
+    painter: Painter,
+    columns: int | None,
 ) -> list[str]:
     """Columns padded to their widest cell; the state's cell is painted after the padding."""
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-    lines = [painter("  " + "  ".join(_padded(header, widths)).rstrip(), "dim")]
-    for row, item in zip(rows, items, strict=True):
-        cells = _padded(row, widths)
-        if "state" in item and "state" in header:
-            at = header.index("state")
-            cells[at] = painter(cells[at], STATE_STYLES.get(str(item["state"]), "bold"))
-        lines.append("  " + "  ".join(cells).rstrip())
+    lines = []
+    for piece in pieces(widths, columns, len(INDENT)):
+        lines.append(painter(INDENT + _padded(header, widths, piece), "dim"))
+        for row, item in zip(rows, items, strict=True):
+            cells = list(row)
+            if "state" in item and "state" in header:
+                at = header.index("state")
+                cells[at] = painter(
+                    row[at].ljust(widths[at]), STATE_STYLES.get(str(item["state"]), "bold")
+                )
+            lines.append(INDENT + _padded(cells, widths, piece))
     return lines
 
 
-def _padded(row: list[str], widths: list[int]) -> list[str]:
-    return [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+def _padded(row: list[str], widths: list[int], piece: list[int]) -> str:
+    return (" " * GAP).join(row[column].ljust(widths[column]) for column in piece).rstrip()
 
 
 def _state(value: object, painter: Painter) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO, TypeAlias
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 STYLES = {"dim": "2", "bold": "1", "red": "31", "green": "32", "yellow": "33"}
 TAB = 8  # columns
 SEPARATOR = " · "
+GAP = 2  # columns between those of a table
 WIDTH = 80  # of a terminal that does not say
 Painter: TypeAlias = Callable[[str, str], str]  # (text, style) -> text
 
@@ -119,6 +120,22 @@ def laid_out(lines: Iterable[str], columns: int) -> RenderableType:
         for part in ([line] if line.startswith("  ") else wrapped(line, columns))
     )
     return Group(*(Text.from_ansi(line, no_wrap=True, overflow="ellipsis") for line in whole))
+
+
+def pieces(widths: Sequence[int], columns: int | None, indent: int = 0) -> list[list[int]]:
+    """Which columns of a table stand side by side, so that each piece fits; the first is in all.
+
+    widths: of its columns, with GAP between them. columns: of the place, None for any width.
+    """
+    found = [[0]]
+    for column in range(1, len(widths)):
+        piece = [*found[-1], column]
+        taken = indent + sum(widths[each] + GAP for each in piece) - GAP
+        if columns is None or taken <= columns or len(found[-1]) == 1:
+            found[-1] = piece
+        else:
+            found.append([0, column])
+    return found
 
 
 class ProgressLine:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 WIDE = 84  # columns from which the table has room for why reuse ended
+NARROW = 72  # and with fewer, headings that are longer than their numbers take two lines
+SHORTER = {"first token": "first\ntoken", "tokens/s": "tokens\n/s", "prefilled": "pre-\nfilled"}
 COLUMNS = ("turn", "cached", "prefilled", "first token", "tokens/s", "drafts")
 REASONS = {
     "new": "what follows is new",
@@ -54,13 +56,16 @@ def table(turns: Sequence[Turn], columns: int) -> Table:
     """A row for each turn and one for all. columns: of the place where it is shown."""
     from rich.table import Table
 
-    made = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", footer_style="dim")
+    made = Table(
+        box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim", footer_style="dim"
+    )
     made.show_footer = len(turns) > 1
     cached = sum(turn.reply.cached or 0 for turn in turns)
     prefilled = sum(turn.reply.prefilled or 0 for turn in turns)
     footers = ("all", _share(cached, prefilled), _count(prefilled), "", "", "")
     for name, footer in zip(COLUMNS, footers, strict=True):
-        made.add_column(name, footer, justify="right", no_wrap=True)
+        heading = name if columns >= NARROW else SHORTER.get(name, name)
+        made.add_column(heading, footer, justify="right", no_wrap=True)
     wide = columns >= WIDE
     if wide:
         made.add_column("reuse ended", no_wrap=True, overflow="ellipsis")

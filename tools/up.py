@@ -28,7 +28,7 @@ from tools.loading import loading, opening
 from tools.options import DEFAULT_URL
 from tools.pull import resolve_model
 from tools.security import check_http
-from tools.serve import listen
+from tools.serve import api_keys, listen
 from transport.config import (
     HUB,
     OFF,
@@ -48,6 +48,7 @@ from transport.emulate import Emulate
 STOP_S = 10.0  # for a process to end once it has nothing left to do; then it is killed
 QUIET_S = 2.0  # an ending that takes longer says why; with nothing left to do it takes 0.3 s
 POLL_S = 0.1
+OWN_KEY = "kvring-up"  # name of the key that it looks at its ring with, beside a file of keys
 DEFAULT_CONTEXT = 8192  # tokens per slot where neither the model nor the user says less
 CONTEXT_STEP = 512  # exact mode's KV views end on it; a capacity that is no multiple is padded
 
@@ -70,6 +71,7 @@ class Options:
     http: str
     served_model_name: str | None
     api_key: str | None
+    api_key_file: Path | None
     record: Path | None
     record_payloads: str
     delay_ms: float = 0.0
@@ -155,6 +157,7 @@ class _Interrupts:
 def run_up(*, elsewhere: Elsewhere | None = None, **options: object) -> int:
     """Run a whole ring until Ctrl-C; 0 when that ended it. Raises ToolError."""
     wanted = Options(**options)  # type: ignore[arg-type]
+    own, keys = _keys(wanted)
     folder = Path(tempfile.mkdtemp(prefix="kvring-"))
     children: list[Child] = []
     interrupts = _Interrupts()
@@ -166,10 +169,10 @@ def run_up(*, elsewhere: Elsewhere | None = None, **options: object) -> int:
             config = elsewhere.place(config, folder)
         file = folder / "ring.toml"
         file.write_text(_checked(dumps(config), folder))
-        _start(wanted, config, file, children, interrupts, elsewhere)
+        _start(wanted, config, file, keys, children, interrupts, elsewhere)
         _wait_ready(config, children)
-        _greet(wanted, config)
-        _watch(wanted, config, children)
+        _greet(config, keyed=bool(keys))
+        _watch(own, config, children)
     except _InterruptedError:
         failed = False
         return 0
@@ -187,7 +190,8 @@ def run_up(*, elsewhere: Elsewhere | None = None, **options: object) -> int:
 def _plan(wanted: Options, folder: Path) -> Config:
     """Rings on this machine: layers split evenly, cores shared, links in the run's folder."""
     if not wanted.insecure:
-        check_http(wanted.http, keys=wanted.api_key is not None, insecure=False, file=False)
+        keyed = wanted.api_key is not None or wanted.api_key_file is not None
+        check_http(wanted.http, keys=keyed, insecure=False)
     http = _free_address(wanted.http)
     path, total, longest = _model(wanted.model)
     if wanted.stages > total:
@@ -298,6 +302,7 @@ def _start(
     wanted: Options,
     config: Config,
     file: Path,
+    keys: str,
     children: list[Child],
     interrupts: _Interrupts,
     elsewhere: Elsewhere | None,
@@ -313,11 +318,11 @@ def _start(
     commands = {"coordinator": ["coord", "--ring", str(file)]}
     if wanted.insecure:
         commands["coordinator"].append("--insecure")
-    if wanted.api_key is not None:
-        keys = file.parent / "api-keys"  # not on a command line: ps shows those
-        keys.touch(mode=0o600)
-        keys.write_text(_key_line(wanted.api_key))
-        commands["coordinator"] += ["--api-key-file", str(keys)]
+    if keys:
+        held = file.parent / "api-keys"  # not on a command line: ps shows those
+        held.touch(mode=0o600)
+        held.write_text(keys)
+        commands["coordinator"] += ["--api-key-file", str(held)]
     here = config.rings if elsewhere is None else ()
     for stage in [stage for ring in here for stage in ring.stages]:
         commands[stage.name] = ["stage", "--ring", str(file), "--name", stage.name]
@@ -338,13 +343,19 @@ def _start(
             children += [Child(*each, file.parent / f"{each[0]}.log") for each in started.items()]
 
 
-def _key_line(key: str) -> str:
-    from coord.http.keys import hold
+def _keys(wanted: Options) -> tuple[str | None, str]:
+    """The key that this process asks with, and the lines of the coordinator's file of keys.
 
-    try:
-        return f"{hold('default', key, admin=True).line()}\n"
-    except ValueError as error:
-        raise ToolError(f"--api-key: {error}", code=USAGE) from None
+    Of a file of keys none may be known here, or an admin's: so one is drawn, for this run alone.
+    """
+    from coord.http.keys import new_key
+
+    found = api_keys(wanted.api_key, wanted.api_key_file)
+    own = wanted.api_key
+    if found and own is None:
+        own, drawn = new_key(OWN_KEY, admin=True)
+        found = (*found, drawn)
+    return own, "".join(f"{key.line()}\n" for key in found)
 
 
 def _fail_if_one_ended(children: list[Child]) -> None:
@@ -373,7 +384,7 @@ def _wait_ready(config: Config, children: list[Child]) -> None:
             time.sleep(POLL_S)
 
 
-def _greet(wanted: Options, config: Config) -> None:
+def _greet(config: Config, *, keyed: bool) -> None:
     url = f"http://{config.coordinator.http}"
     layers = "; ".join(
         ", ".join(f"{s.name} [{s.layers[0]}, {s.layers[1]})" for s in ring.stages)
@@ -384,7 +395,7 @@ def _greet(wanted: Options, config: Config) -> None:
         "messages": [{"role": "user", "content": "Say hello."}],
         "max_tokens": 32,
     }
-    key = " -H 'Authorization: Bearer KEY'" if wanted.api_key else ""
+    key = " -H 'Authorization: Bearer KEY'" if keyed else ""
     model = config.model
     precision = [model.dtype]
     precision += [f"{model.weights} weights"] if model.weights != "dtype" else []
@@ -405,13 +416,13 @@ def _greet(wanted: Options, config: Config) -> None:
         f"-d '{json.dumps(body)}'"
     )
     where = "" if url == DEFAULT_URL else f" --url {url}"
-    where += " --api-key KEY" if wanted.api_key else ""
+    where += " --api-key KEY" if keyed else ""
     print(f"  kvring chat{where}, kvring status{where}; Ctrl-C ends it", flush=True)
 
 
-def _watch(wanted: Options, config: Config, children: list[Child]) -> None:
+def _watch(own_key: str | None, config: Config, children: list[Child]) -> None:
     url = f"http://{config.coordinator.http}"
-    with Client(url, wanted.api_key) as client, glancing(client, sys.stderr) as look:
+    with Client(url, own_key) as client, glancing(client, sys.stderr) as look:
         while True:
             _fail_if_one_ended(children)
             look()

@@ -84,8 +84,8 @@ class Limits:
     ring, None for as many as keep the stages busy. frame_timeout_s: a frame without a verdict for
     this long counts as lost. idle_ttl_s: rows that nobody has used for so long are freed, 0 for
     never. park_bytes: host memory per stage for rows of conversations that lost their slot.
-    resume_s: a turn whose ring was lost fails when no ring is ready after this long. From
-    deadline_s on: of the HTTP API.
+    resume_s: a turn whose ring was lost, or that came since, fails when no ring is ready so
+    long after the loss. From deadline_s on: of the HTTP API.
     """
 
     slots: int = 4

@@ -11,11 +11,12 @@ from tools.client import Client
 from tools.doctor.checks import size
 from tools.errors import USAGE, ToolError
 from tools.measuring import Measured, ask, join
-from tools.plan.costs import PROMPT_TOKENS, Block, Costs, Prediction
+from tools.plan.costs import NOISE, PROMPT_TOKENS, Block, Costs, Prediction
 from tools.plan.rewrite import planned, rewritten
 from tools.plan.split import MOST_ORDERED
 from tools.security import trust_of_coordinator
 from tools.serve import load_config
+from tools.terminal import GAP, pieces, width
 from transport.config import Config, Ring
 from transport.link import LinkError
 
@@ -39,20 +40,24 @@ def run_plan(
         raise ToolError(text, code=USAGE)
     found = measure(config, spec, url, api_key)
     costs = Costs(found, config.limits, turns or config.limits.slots, alone=alone)
-    now = costs.predict(range(len(spec.stages)), [each.count for each in found.machines])
-    assert now is not None, "the ring that was measured is connected"
-    best = costs.best()
+    now, best = costs.now(), costs.best()
     if as_json:
-        print(json_text({"now": _json(now), "planned": _json(best)}, indent=2))
+        said = {"now": _json(now), "planned": _json(best), "worth_a_restart": best != now}
+        print(json_text(said, indent=2))
     else:
-        sys.stdout.write("\n".join(_report(found, now, best)) + "\n")
+        columns = width(sys.stdout) if sys.stdout.isatty() else None
+        sys.stdout.write("\n".join(_report(found, now, best, columns)) + "\n")
     if write is not None:
         stages = [(block.machine.name, block.layers) for block in best.blocks]
         after = planned(config, spec.name, stages)
         text = ring.read_text(encoding="utf-8")
         write.write_text(rewritten(text, ring.parent, config, after), encoding="utf-8")
-        print(f"wrote {write}: copy it to every machine, then restart all stages, then the "
-              "coordinator", file=sys.stderr)  # fmt: skip
+        then = (
+            "the layers are the present ones: nothing has to be started again"
+            if best == now
+            else "copy it to every machine, then restart all stages, then the coordinator"
+        )
+        print(f"wrote {write}: {then}", file=sys.stderr)
     return 0
 
 
@@ -102,7 +107,10 @@ def _same(found: Measured, ring: Ring) -> Measured:
 # ---- what is printed -----------------------------------------------------------------------------
 
 
-def _report(found: Measured, now: Prediction, best: Prediction) -> list[str]:
+def _report(
+    found: Measured, now: Prediction, best: Prediction, columns: int | None = None
+) -> list[str]:
+    """columns: of the terminal, in which the table is folded; None where there is none."""
     header = [
         "stage",
         "device",
@@ -111,17 +119,18 @@ def _report(found: Measured, now: Prediction, best: Prediction) -> list[str]:
         "layers",
         "planned",
         "decode ms",
-        "planned",
+        "planned ms",
         "row ms",
     ]
     measured = {block.machine.name: block for block in now.blocks}
     rows = [header, *(_row(measured[block.machine.name], block) for block in best.blocks)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-    lines = [
-        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-    lines.append("")
+    lines = []
+    for piece in pieces(widths, columns):
+        for row in rows:
+            cells = [row[column].ljust(widths[column]) for column in piece]
+            lines.append((" " * GAP).join(cells).rstrip())
+        lines.append("")
     for link in found.links:
         ends = f"{link.source or 'coordinator'} to {link.target or 'coordinator'}"
         trip = (
@@ -141,6 +150,11 @@ def _report(found: Measured, now: Prediction, best: Prediction) -> list[str]:
     order = [block.machine.name for block in best.blocks]
     if order != [block.machine.name for block in now.blocks]:
         lines.append(f"in another order: {', '.join(order)}")
+    if best == now:
+        lines.append(
+            f"the present split is as good: none gains more than {NOISE:.0%}, and measurements "
+            "differ by as much"
+        )
     if not now.fits:
         lines.append("now: a block leaves its device less than a twentieth of its memory")
     return lines

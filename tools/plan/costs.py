@@ -17,7 +17,8 @@ from tools.plan.split import orders, quickest, split
 from transport.config import Limits
 
 SPARE_SHARE = 0.05  # of a device's memory that a plan leaves alone
-WORTH = 0.02  # a new order must be so much better: measurements differ by as much
+WORTH = 0.02  # of two orders the later must be so much better
+NOISE = 0.03  # and a plan than what runs: two measurements of one ring differ by as much
 FRAME_BYTES = 300  # of a decode frame, beside its row
 PROMPT_TOKENS = 1024  # whose time to the first token is predicted
 ROW_STEP = 8  # rows that cost what one costs: docs/exactness.md
@@ -192,7 +193,10 @@ class Costs:
     # ---- the best of all ----
 
     def best(self) -> Prediction:
-        """Over all splits, and all orders of few stages. Raises ToolError where nothing fits."""
+        """Over all splits, and all orders of few stages. Raises ToolError where nothing fits.
+
+        Where it would gain less than NOISE: the ring as it is, which is not worth a restart.
+        """
         count = len(self.found.machines)
         found: Prediction | None = None
         known: dict[tuple[int, int], tuple[int, ...] | None] = {}
@@ -208,7 +212,15 @@ class Costs:
                 f"have room for {sum(self._rooms) / 1e9:.2f} GB: lower limits.slots or "
                 "limits.max_model_len"
             )
-        return found
+        now = self.now()
+        return now if now.fits and not self._better(found, now, NOISE) else found
+
+    def now(self) -> Prediction:
+        """The ring as it was measured."""
+        machines = self.found.machines
+        made = self.predict(range(len(machines)), [each.count for each in machines])
+        assert made is not None, "the ring that was measured is connected"
+        return made
 
     def _kv(self) -> int:
         return (
@@ -239,12 +251,12 @@ class Costs:
             row.append(cost_s if size <= self._rooms[at] else None)
         return row
 
-    def _better(self, made: Prediction, found: Prediction) -> bool:
-        """A smaller bottleneck, or the same and a shorter way; by more than measurements differ."""
-        shorter = made.one_rate > found.one_rate * (1 + WORTH)
+    def _better(self, made: Prediction, found: Prediction, least: float = WORTH) -> bool:
+        """A smaller bottleneck, or the same and a shorter way; by more than that share."""
+        shorter = made.one_rate > found.one_rate * (1 + least)
         if self.alone:
             return shorter
-        if made.bottleneck_s < found.bottleneck_s * (1 - WORTH):
+        if made.bottleneck_s < found.bottleneck_s * (1 - least):
             return True
         return shorter and made.bottleneck_s <= found.bottleneck_s * (1 + WORTH / 10)
 

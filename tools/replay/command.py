@@ -9,6 +9,7 @@ from pathlib import Path
 from tools.errors import USAGE, ToolError
 from tools.framelogs.hiding import is_redacted
 from tools.framelogs.read import Process, processes
+from tools.options import check_ring
 from tools.replay.core import DifferenceError, Replayer
 from tools.replay.fresh import COORDINATOR, config_of
 from tools.replay.links import compare_links
@@ -204,8 +205,7 @@ def _ring(found: list[Process], ring: str, speed: float, until: Where | None, as
         text = "a log holds token ids and HTTP takes text: name the ring.toml of stages that run"
         raise ToolError(f"--ring {ring}: {text} without a coordinator", code=USAGE)
     path = Path(ring)
-    if not path.is_file():
-        raise ToolError(f"--ring {path}: no such file", code=USAGE)
+    check_ring(path)
     mine = [each for each in found if each.header.role == COORDINATOR]
     if len(mine) != 1:
         raise ToolError(f"{len(mine)} coordinators' logs: a ring is driven by exactly one")

@@ -98,7 +98,7 @@ class Checks:
         self._oracle = oracle
         entries = script.entries
         self._damaged = any(isinstance(entry, Damage) for entry in entries)
-        self._disturbed = any(isinstance(entry, DISTURBING) for entry in entries)
+        self.disturbed = any(isinstance(entry, DISTURBING) for entry in entries)
         self._names: dict[bytes, Named] = {}  # hash of a salted prefix -> what it is the hash of
         self._roots: dict[bytes, bytes] = {}
         self._said: dict[bytes, set[Text]] = {}  # under each root, every prefix of a reply
@@ -181,8 +181,8 @@ class Checks:
 
     def _failed(self, action: Failed) -> None:
         fair = {
-            "not_ready": self._disturbed,
-            "ring_lost": self._disturbed,
+            "not_ready": self.disturbed,
+            "ring_lost": self.disturbed,
             "rows_refused": self._damaged,
         }
         if self.followed or not fair.get(action.code, False):
@@ -266,7 +266,7 @@ class Checks:
         ring = scheduler.rings[reject.ring]
         waited_for = reject.epoch == ring.epoch and reject.seq in ring.in_flight
         rows = reject.code not in (Refusal.EPOCH, Refusal.LINK)
-        if not self._damaged and (not self._disturbed or (rows and waited_for)):
+        if not self._damaged and (not self.disturbed or (rows and waited_for)):
             violated("true claims", f"refused: {reject}")
 
     def at_rest(self, scheduler: Scheduler, stages: dict[str, list[StageProcess]]) -> None:

@@ -5,20 +5,24 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 from random import Random
 
 from coord.actions import Action, Admitted, Draft, Failed, Finished, Send, Tokens
 from coord.coordinator import DRAFTERS
 from coord.draft import MAX_DEPTH, MAX_DRAFT, Bounds
 from coord.ring import Phase
+from coord.saving import RUNNING_S, SAVE_S
 from coord.scheduler import Scheduler
 from tools.sim.check import EVERY, Checks, Told, violated
 from tools.sim.heap import MICROSECOND, Heap
 from tools.sim.links import Link, Receiver
+from tools.sim.memory import Memory
 from tools.sim.record import WALL_NS, Recorders, Recording
 from tools.sim.script import Shape
 from tools.sim.stage import StageProcess
 from tools.sim.toy import VOCABULARY
+from transport.chain import root_hash
 from transport.frame import (
     Cancel,
     Copy,
@@ -27,6 +31,7 @@ from transport.frame import (
     Frame,
     Free,
     LinkGap,
+    Measure,
     Reject,
     Run,
     Submit,
@@ -43,6 +48,10 @@ MAX_SPIN = 1000  # if there are so many in a row
 UNANSWERED = 0.05  # of what the draft model is asked
 
 Event = Admitted | Tokens | Finished | Failed
+
+
+def unmeasured(_: Measure) -> None:
+    """Nobody has asked."""
 
 
 def unheard(_: Event) -> None:
@@ -65,6 +74,7 @@ class CoordinatorProcess(Receiver):
         self.config = shape.config()
         self.life = 0
         self.hear: Callable[[Event], None] = unheard
+        self.measured: Callable[[Measure], None] = unmeasured
         self.replies: deque[tuple[Frame, Envelope]] = deque(maxlen=REPLIES)
         self.confused: dict[str, Envelope] = {}  # ring: whose name such a reply comes under
         self._stages = stages
@@ -76,6 +86,9 @@ class CoordinatorProcess(Receiver):
         self._ticks, self._ticked_at = 0, 0
         self._looked_at = -LATE_NS
         self._random = Random(f"{shape.seed} coordinator")
+        self._memory = Memory() if shape.memory else None
+        self._salts: dict[bytes, bytes] = {}  # root of a chain -> salt
+        self._look_at: int | None = None  # when the next look at the ledgers is due
 
     # ---- life ----
 
@@ -108,6 +121,12 @@ class CoordinatorProcess(Receiver):
         )
         self._timer, self._looked_at = None, -LATE_NS
         self.last_turn = 0
+        self._clock_s = (wall_ns - self.heap.now) / 1e9
+        self._salts, self._look_at = {}, None
+        self._served_s = -inf  # until then a ring of this life was ready
+        for said in self._memory.remembered(wall_ns / 1e9) if self._memory else ():
+            self._salts[root_hash(said.fingerprint, said.salt)] = said.salt
+            self.take(said)
         self.rise()
         self.take(Tick())
 
@@ -162,6 +181,8 @@ class CoordinatorProcess(Receiver):
             self.replies.append((frame, envelope))
             if isinstance(frame, Reject):
                 self._checks.refused(frame, self.scheduler)
+        if isinstance(frame, Measure):
+            self.measured(frame)
         self.take(frame, Direction.IN, envelope)
         if isinstance(frame, LinkGap):
             self._checks.gap(frame, self.scheduler)
@@ -178,8 +199,14 @@ class CoordinatorProcess(Receiver):
             link = envelope.sender if envelope is not None else "coordinator"
             self._recording.note(now, direction, link, frame, envelope)
         scheduler = self.scheduler
-        for action in scheduler.handle(frame, now / 1e9):
+        for ring in scheduler.rings.values():
+            if ring.phase is Phase.READY:
+                self._served_s = now / 1e9
+        actions = scheduler.handle(frame, now / 1e9)
+        for action in actions:
             self._perform(action)
+        if self._memory is not None and self._memory.changes(frame, actions):
+            self._plan_look(SAVE_S)
         checks.frames += 1
         self._handled += 1
         if self._handled % EVERY == 0:
@@ -201,9 +228,48 @@ class CoordinatorProcess(Receiver):
         elif isinstance(action, Draft):
             self._draft(action)
         else:
+            if isinstance(action, Failed) and action.code == "not_ready":
+                self._refused(action)
+            if isinstance(action, Admitted):
+                self._admitted(action)
             ring = self.scheduler.rings[action.ring] if isinstance(action, Admitted) else None
             self._checks.heard(action, 0 if ring is None else ring.epoch)
             self.hear(action)
+
+    def _admitted(self, action: Admitted) -> None:
+        turn, rings = self.scheduler.turns[action.turn], self.scheduler.rings
+        assert turn.chain is not None, turn
+        self._salts[turn.chain.root] = turn.submit.salt
+        whole = all(each.phase is Phase.READY for each in rings.values() if not each.spec.spare)
+        told = self._checks.turns[action.turn]
+        # what was refused there starts over where it is
+        stays = told.refused and told.place is not None and told.place[0] == action.ring
+        if whole and rings[action.ring].spec.spare and not stays:
+            violated("needless spare", f"{action}: every other ring is ready")
+
+    def _plan_look(self, seconds: float) -> None:
+        due = self.heap.now + int(seconds * 1e9)
+        if self._look_at is None or due < self._look_at:
+            self._look_at = due
+            self.heap.at(due, self._look, self.life, due)
+
+    def _look(self, life: int, due: int) -> None:
+        if life != self.life or due != self._look_at:
+            return
+        if self.busy():
+            self._look_at = self.paused_until
+            self.heap.at(self.paused_until, self._look, life, self.paused_until)
+            return
+        self._look_at = None
+        assert self._memory is not None
+        if self._memory.look(self.scheduler.rings, self._salts, self._clock_s):
+            self._plan_look(RUNNING_S)
+
+    def _refused(self, action: Failed) -> None:
+        """A loss is ridden out: only a ring that is away for longer takes no turn at all."""
+        away_s = self.heap.now / 1e9 - self._served_s
+        if away_s < self.config.limits.resume_s:
+            violated("needless refusal", f"{action}, and a ring served {away_s:g} s ago")
 
     def _confuse(self, run: Run) -> None:
         """An answer to another frame of that number comes before its own."""

@@ -13,6 +13,7 @@ from random import Random
 from tools.sim.samplings import draw_sampling
 from tools.sim.script import (
     FAULTS,
+    Ask,
     Confuse,
     Crash,
     Damage,
@@ -62,6 +63,7 @@ def draw(seed: int, options: Options) -> Script:
         speech.sampled, speech.salted, speech.slow = sampled, salted, slow
         entries += speech.says(turns, span_us)
     entries += _operators(Random(f"{seed} operator"), shape, span_us)
+    entries += _surveys(Random(f"{seed} survey"), shape, span_us)
     kinds = [kind for kind in options.faults if kind in _DRAWN]
     most = random.choice((0, 1, 1, 2, 4, 8)) if kinds else 0
     busy_us = [entry.at_us for entry in entries if isinstance(entry, Say)]
@@ -77,6 +79,7 @@ def draw(seed: int, options: Options) -> Script:
 
 
 def _shape(seed: int, random: Random, options: Options) -> Shape:
+    beside = Random(f"{seed} beside")  # of its own: the rest of a seed is as it was before
     low, high = options.rings
     rings = min(high, max(low, random.choice((1, 1, 1, 1, 2, 2, 3))))
     low, high = options.stages
@@ -110,6 +113,8 @@ def _shape(seed: int, random: Random, options: Options) -> Shape:
         draft_right=random.choice((0.5, 0.9, 1.0)),
         codec=random.random() < 0.04,
         eager=random.random() < 0.25,
+        spares=beside.randrange(rings) if beside.random() < 0.4 else 0,
+        memory=beside.random() < 0.6,
     )
 
 
@@ -184,6 +189,15 @@ def _operators(draw: Random, shape: Shape, span_us: int) -> Iterator[Operate]:
         keep_s = draw.choice((None, None, 0.0, 2.0))
         ring = draw.randrange(len(shape.stages))
         yield Operate(int(draw.random() * span_us), ring, draw.randrange(6), keep_s)
+
+
+def _surveys(draw: Random, shape: Shape, span_us: int) -> Iterator[Ask]:
+    """While turns run, too, which a real coordinator refuses to begin but not to go on with."""
+    for _ in range(draw.choice((0, 0, 0, 1, 2))):
+        at_us, ring = int(draw.random() * span_us), draw.randrange(len(shape.stages))
+        # shorter in all than the shortest frame_timeout_s: who measures must not lose a ring
+        busy_us = draw.choice((0, 2000, 20_000))
+        yield Ask(at_us, ring, draw.random() < 0.5, busy_us, draw.choice((1, 3)))
 
 
 def _where(draw: Random, shape: Shape) -> tuple[int, int]:

@@ -34,6 +34,8 @@ class Shape:
     link_us: one way, and up to jitter_us more; frame_us and row_us: what a forward takes in each
     stage; draft_us: the draft model's answer, right with chance draft_right a token. codec: frames
     are encoded and decoded on every link. eager: frames reach a stage's core while a forward runs.
+    spares: so many rings, the last ones, serve only while another is lost. memory: the coordinator
+    has a state file.
     """
 
     seed: int
@@ -50,6 +52,8 @@ class Shape:
     draft_right: float = 0.8
     codec: bool = False
     eager: bool = False
+    spares: int = 0
+    memory: bool = False
 
     @property
     def layers(self) -> int:
@@ -73,7 +77,8 @@ class Shape:
             Stage(f"{name}s{i}", f"tcp://{name}s{i}:1", (cuts[i], cuts[i + 1]))
             for i in range(count)
         )
-        return Ring(name, f"tcp://{name}:1", stages)
+        spare = number >= len(self.stages) - self.spares
+        return Ring(name, f"tcp://{name}:1", stages, spare=spare)
 
     def words(self) -> str:
         """One line for people: what differs from the defaults."""
@@ -155,6 +160,24 @@ class Operate:
         """For people."""
         what = "frees" if self.keep_s is None else f"keeps (for {self.keep_s:g} s)"
         return f"an operator {what} slot or parked prefix #{self.pick} of ring r{self.ring}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """An operator measures a ring. busy_us: what a stage's trial takes; rounds: of all stages."""
+
+    at_us: int
+    ring: int
+    wide: bool
+    busy_us: int
+    rounds: int
+
+    def words(self) -> str:
+        """For people."""
+        return (
+            f"an operator measures ring r{self.ring} {self.rounds} times, "
+            f"{self.busy_us} us in each stage"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +314,7 @@ class Damage:
 
 
 Fault: TypeAlias = Stall | Crash | Gap | Stale | Confuse | Pause | Restart | Damage
-Entry: TypeAlias = Say | Leave | Operate | Fault
+Entry: TypeAlias = Say | Leave | Operate | Ask | Fault
 
 
 @dataclass(frozen=True, slots=True)

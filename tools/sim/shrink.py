@@ -67,13 +67,15 @@ def _simpler(script: Script) -> Iterator[Script]:
     shape = script.shape
     rings = {getattr(entry, "ring", 0) for entry in script.entries}
     if len(shape.stages) > 1 and not rings & {len(shape.stages) - 1}:
-        yield replace(script, shape=replace(shape, stages=shape.stages[:-1]))
+        spares = max(0, shape.spares - 1)
+        yield replace(script, shape=replace(shape, stages=shape.stages[:-1], spares=spares))
     most = max([getattr(entry, "stage", 0) for entry in script.entries], default=0)
     for ring, count in enumerate(shape.stages):
         if count > most + 1 and count > 1:
             stages = (*shape.stages[:ring], count - 1, *shape.stages[ring + 1 :])
             yield replace(script, shape=replace(shape, stages=stages))
     plain: dict[str, object] = {"codec": False, "eager": False, "jitter_us": 0, "drafter": "off"}
+    plain |= {"spares": 0, "memory": False}
     for name, value in plain.items():
         if getattr(shape, name) != value:
             yield replace(script, shape=replace(shape, **{name: value}))  # type: ignore[arg-type]

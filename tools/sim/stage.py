@@ -6,7 +6,7 @@ from random import Random
 
 from pipeline.daemon import LOADING_BEAT_S
 from pipeline.forward import perform_forward
-from pipeline.stage import Action, CopyRows, DropRows, Forward, Send, Stage
+from pipeline.stage import Action, CopyRows, DropRows, Forward, Send, Stage, Survey
 from tools.sim.check import EVERY, SELDOM, Checks
 from tools.sim.heap import MICROSECOND, SECOND, Heap
 from tools.sim.links import Link, Receiver
@@ -14,8 +14,18 @@ from tools.sim.oracle import Oracle
 from tools.sim.record import Recorders, Recording
 from tools.sim.script import Shape
 from tools.sim.toy import TreeToy
+from tools.sim.trial import tried
 from transport.config import Ring
-from transport.frame import Envelope, Frame, Heartbeat, Refusal, Reject, RollCall, StageState
+from transport.frame import (
+    Envelope,
+    Frame,
+    Heartbeat,
+    Measured,
+    Refusal,
+    Reject,
+    RollCall,
+    StageState,
+)
 from transport.framelog import Direction
 
 IN, OUT, LOCAL = Direction.IN, Direction.OUT, Direction.LOCAL
@@ -48,6 +58,8 @@ class StageProcess(Receiver):
         self._recorders = recorders
         self._recording: Recording | None = None
         self._forwarding = False
+        self.trial_us = 0  # what measuring takes it
+        self._tried_at = 0  # until then the compute thread measures
         self._handled = 0
         self._random = Random(f"{shape.seed} {self.spec.name}")
 
@@ -74,7 +86,7 @@ class StageProcess(Receiver):
             self.heap, self.coordinator, control, incarnation, delay, jitter, self._random
         )
         self._recording = self._recorders.open("stage", name, incarnation, self.heap.now)
-        self._forwarding = False
+        self._forwarding, self._tried_at = False, 0
         self.called = 0  # the epoch of the last roll call that it heard in this life
         self.stalled_until = self.heap.now + load_ns
         self.state = StageState.LOADING if load_ns else StageState.READY
@@ -131,7 +143,7 @@ class StageProcess(Receiver):
 
     def busy(self) -> bool:
         """See Receiver. The daemon's compute thread computes before it takes the next frame."""
-        waits = max(self.paused_until, self.stalled_until) > self.heap.now
+        waits = max(self.paused_until, self.stalled_until, self._tried_at) > self.heap.now
         return waits or (self._forwarding and not self.shape.eager)
 
     def deliver(self, frame: Frame, envelope: Envelope | None, direction: Direction = IN) -> None:
@@ -168,12 +180,28 @@ class StageProcess(Receiver):
                 took_us = self.shape.frame_us + self.shape.row_us * rows
                 self._forwarding = True
                 self._checks.reads(self, action.run)
-                due = self.heap.now + took_us * MICROSECOND
+                due = max(self.heap.now, self._tried_at) + took_us * MICROSECOND
                 self.heap.at(due, self._forwarded, self.life, action)
             case CopyRows():
                 self.model.copy(action.source, action.target, action.length)
             case DropRows():
                 self.model.drop(action.parked)
+            case Survey():
+                found = tried(action, self.model, self.spec.name, self.trial_us)
+                due = max(self.heap.now, self._tried_at) + self.trial_us * MICROSECOND
+                self._tried_at = due
+                self.heap.at(due, self._measured, self.life, found)
+
+    def _measured(self, life: int, found: Measured) -> None:
+        if life != self.life:
+            return
+        stopped = max(self.paused_until, self.stalled_until)
+        if self.heap.now < stopped:
+            self._tried_at = max(self._tried_at, stopped)
+            self.heap.at(stopped, self._measured, life, found)
+            return
+        self.deliver(found, None, LOCAL)
+        self.serve()
 
     def _forwarded(self, life: int, action: Forward) -> None:
         if life != self.life:

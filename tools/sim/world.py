@@ -21,8 +21,9 @@ from tools.sim.faults import Faults
 from tools.sim.heap import MICROSECOND, SECOND, Heap
 from tools.sim.oracle import Oracle
 from tools.sim.record import Recorders
-from tools.sim.script import Confuse, Damage, Leave, Operate, Say, Script, Stale
+from tools.sim.script import Ask, Confuse, Damage, Leave, Operate, Say, Script, Stale
 from tools.sim.stage import StageProcess
+from tools.sim.survey import Surveys
 from transport.config import dumps
 from transport.frame import FreeSlot, KeepSlot, Submit
 
@@ -67,6 +68,8 @@ class World:
         clients = max([entry.client for entry in says], default=0) + 1
         bases = max([entry.base for entry in says if isinstance(entry, Say)], default=0) + 1
         self.clients = Clients(self.heap, max(clients, bases), self.coordinator)
+        self.surveys = Surveys(self.heap, shape, self.stages)
+        self.coordinator.measured = self.surveys.came
         self.faults = Faults(self.heap, self.coordinator, self.stages, self.clients)
 
     def play(self) -> None:
@@ -108,6 +111,8 @@ class World:
                 self.heap.at(due, self.clients.leave, entry.client)
             elif isinstance(entry, Operate):
                 self.heap.at(due, self._operate, entry)
+            elif isinstance(entry, Ask):
+                self.heap.at(due, self._measure, entry)
             else:
                 self.heap.at(due, self.faults.happen, entry)
             self.faults.ends = max(self.faults.ends, due)
@@ -126,6 +131,8 @@ class World:
         self._until(self.coordinator.ready, bound_s, "every ring is ready again")
         self.checks.followed = True
         self._rest()
+        if not self.checks.disturbed and self.surveys.heard != self.surveys.asked:
+            violated("measurement", f"{self.surveys.heard} of {self.surveys.asked} came round")
 
     def _work_s(self) -> float:
         """What all turns may take that are open, one after another, on one ring."""
@@ -177,7 +184,7 @@ class World:
         self._until(self.coordinator.idle, SETTLE_S, "nothing is in flight")
         scheduler, slots = self.coordinator.scheduler, self.script.shape.limits.slots
         self.coordinator.hear = unheard
-        wanted = slots * len(self.stages)
+        wanted = slots * (len(self.stages) - self.script.shape.spares)
         turns = [
             self.coordinator.prepare(Submit(0, (number, *range(9)), 1)) for number in range(wanted)
         ]
@@ -200,6 +207,10 @@ class World:
             keep_s = entry.keep_s
             frame = FreeSlot(name, number) if keep_s is None else KeepSlot(name, number, keep_s)
             self.coordinator.take(frame)
+
+    def _measure(self, entry: Ask) -> None:
+        if self.coordinator.awake:
+            self.surveys.begin(entry)
 
     def _until(self, done: Callable[[], bool], bound_s: float, what: str) -> None:
         heap, end = self.heap, self.heap.now + bound_s * SECOND
