@@ -145,14 +145,12 @@ def test_up_passes_every_option(up: FakeUp) -> None:
     }
     assert up.calls == [("up", defaults)]
     given = "up --model toy --stages 2 --slots 5 --max-model-len 512 --dtype float32 --http [::1]:0"
-    more = "--served-model-name m --api-key k --record logs --record-payloads digest"
-    less = "--weights int8 --activations fp8 --kernels torch --kv int8 --api-key-file keys"
-    kept = "--rings 2 --park-mb 64 --idle-ttl-s 600 --verify-share 0.05 --drafter off"
-    slow = "--delay-ms 5 --jitter-ms 1 --mbit 100 --draft-depth 2 --draft-tokens 7 --threads 2"
-    slow += " --draft-model small --insecure"
-    assert (
-        cli.run([*given.split(), *more.split(), *less.split(), *kept.split(), *slow.split()]) == 7
-    )
+    given += " --served-model-name m --api-key k --record logs --record-payloads digest"
+    given += " --weights int8 --activations fp8 --kernels torch --kv int8 --api-key-file keys"
+    given += " --rings 2 --park-mb 64 --idle-ttl-s 600 --verify-share 0.05 --drafter off"
+    given += " --delay-ms 5 --jitter-ms 1 --mbit 100 --draft-depth 2 --draft-tokens 7 --threads 2"
+    given += " --draft-model small --insecure"
+    assert cli.run(given.split()) == 7
     assert up.calls[1][1] == {
         "model": "toy",
         "stages": 2,
