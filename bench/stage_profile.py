@@ -1,12 +1,13 @@
 """Where one block's forward spends its time, and how far that is from the memory's floor.
 
-    python -m bench.stage_profile MODEL|135m|360m|0.5b|1b [--dtype bfloat16] [--threads 1]
+    python -m bench.stage_profile MODEL|135m|360m|0.5b|1b [--dtype bfloat16] [--threads 1] [--torch]
 
 MODEL is a file or directory; the names are random models of bench.random_model. A forward of a few
 rows can't be faster than reading the weights once: the floor is their bytes, and those of the keys
 and values it looks at, by what a plain sum of as many bytes takes. Beside the forward are timed, on
-their own, its products and its attention; the rest is the difference. All take turns within each
-repeat, so that a busy machine slows them alike; medians, and of one thread the processor's time.
+their own, its products and its attention; the rest is the difference. --torch: and the same forward
+by torch's kernels. All take turns within each repeat, so that a busy machine slows them alike;
+medians, and of one thread the processor's time.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pipeline.kernels import ROWS, padded, spans
 from pipeline.linears import Linear
 from pipeline.torch_model import DTYPES, TorchModel
 from pipeline.weights import Source, open_model
+from transport.config import WEIGHTS
 from transport.frame import Kind, Segment
 
 Times = dict[str, float]
@@ -91,12 +93,15 @@ class Profile:
     @property
     def bytes(self) -> int:
         """Weights, and keys and values up to the last row."""
-        with torch.inference_mode():
-            every = [*self.linears, self.model._head]
-            weights = sum(x.width * x(self.inputs[x.width]).shape[-1] for x in every)
+        item = self.model._dtype.itemsize
         width = self.model._groups * self.model._size
-        cached = 2 * len(self.model._caches) * (self.context + self.rows) * width
-        return (weights + cached) * self.model._dtype.itemsize
+        cached = 2 * len(self.model._caches) * (self.context + self.rows) * width * item
+        head = self._numbers([self.model._head]) * item
+        return int(self._numbers(self.linears) * self.model._item_bytes) + head + cached
+
+    @torch.inference_mode()
+    def _numbers(self, linears: list[Linear]) -> int:
+        return sum(x.width * x(self.inputs[x.width]).shape[-1] for x in linears)
 
 
 def open_source(name: str) -> Source:
@@ -108,25 +113,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--weights", choices=WEIGHTS, default="dtype")
+    parser.add_argument("--torch", action="store_true")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--context", type=int, default=600)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 512])
     options = parser.parse_args()
     source = open_source(options.model)
-    model = TorchModel(
-        source,
-        (0, source.layers_total),
-        slots=1,
-        capacity=options.context + max(options.rows),
-        dtype=DTYPES[options.dtype],
-        threads=options.threads,
-    )
+
+    def made(kernels: str) -> TorchModel:
+        return TorchModel(
+            source,
+            (0, source.layers_total),
+            slots=1,
+            capacity=options.context + max(options.rows),
+            dtype=DTYPES[options.dtype],
+            weights=options.weights,
+            kernels=kernels,
+            threads=options.threads,
+        )
+
+    model = made("auto")
+    other = made("torch") if options.torch else None
     print(model.info.kernel)
     print(f"{source.path}, context {options.context}, {options.threads} thread(s); ms")
     print("| rows | forward | floor | forward / floor | products | attention | rest | "
-          "forward / products | GB/s |")  # fmt: skip
-    print("|---" * 9 + "|")
+          "forward / products | GB/s |", end="")  # fmt: skip
+    print(" torch's forward | its / this |" if other else "")
+    print("|---" * (11 if other else 9) + "|")
     for rows in options.rows:
         profile = Profile(model, rows, options.context, min(rows, ROWS))
         plain = torch.ones(profile.bytes // 4)
@@ -136,6 +151,8 @@ def main() -> None:
             "products": profile.products,
             "attention": profile.attention,
         }
+        if other is not None:
+            run["torch"] = Profile(other, rows, options.context, min(rows, ROWS)).forward
         found = measure(run, options.repeats, options.threads)
         total, floor = found["forward"], found["read"]
         products, attending = found["products"], found["attention"]
@@ -143,6 +160,7 @@ def main() -> None:
             f"| {rows} | {total:.1f} | {floor:.1f} | {total / floor:.2f} | {products:.1f} "
             f"| {attending:.1f} | {total - products - attending:.1f} | {total / products:.2f} "
             f"| {profile.bytes / floor / 1e6:.1f} |",
+            f"{found['torch']:.1f} | {found['torch'] / total:.2f} |" if other else "",
             flush=True,
         )
 

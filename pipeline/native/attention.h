@@ -2,8 +2,8 @@
 // whatever tokens share the call.
 //
 // Blocks of 256 keys from key 0 on, with a running maximum and sum for each row (Milakov and
-// Gimelshein 2018, Online normalizer calculation for softmax; as in FlashAttention, Dao et al. 2022).
-// A key that a row may not see adds an exact 0.
+// Gimelshein 2018, Online normalizer calculation for softmax; as in FlashAttention, Dao et al.
+// 2022). A key that a row may not see adds an exact 0.
 
 #pragma once
 
@@ -11,14 +11,14 @@
 
 #include "products.h"
 
-constexpr int64_t KEYS = 256;  // of a block
+constexpr int64_t KEYS = 256;              // of a block
 constexpr int64_t KEY_STRIDE = KEYS + 16;  // of turned keys: 1 KB would share one set of an L1
-constexpr int64_t TILE = 16;   // query rows at a time
+constexpr int64_t TILE = 16;               // query rows at a time
 constexpr int64_t ROWS = 128;  // about so many query rows see a block that was made ready once
 
 struct Heads {
   int64_t heads, groups, size, capacity;
-  int64_t window;  // keys that a row sees, or 0: all
+  int64_t window;      // keys that a row sees, or 0: all
   const float* sinks;  // [heads], one more logit in each row's sum, without a value; or null
   float scaling;
 };
@@ -33,7 +33,9 @@ inline int64_t up_to(int64_t count, int64_t multiple) {
 }
 
 // Tokens of a part that are one task.
-inline int64_t tokens_of(const Heads& h) { return std::max<int64_t>(1, ROWS / (h.heads / h.groups)); }
+inline int64_t tokens_of(const Heads& h) {
+  return std::max<int64_t>(1, ROWS / (h.heads / h.groups));
+}
 
 // A thread's memory for one task.
 template <class O>
@@ -44,8 +46,9 @@ struct Bench {
   Bench(int64_t rows, int64_t width) {
     static thread_local std::vector<float> memory;
     const int64_t o = sizeof(O);
-    const int64_t sizes[8] = {TILE * KEYS * 4, rows * width * 4, rows * 4,         rows * 4,
-                              rows * width * o, KEY_STRIDE * width * o, KEYS * width * o, TILE * KEYS * o};
+    const int64_t sizes[8] = {TILE * KEYS * 4,  rows * width * 4, rows * 4,
+                              rows * 4,         rows * width * o, KEY_STRIDE * width * o,
+                              KEYS * width * o, TILE * KEYS * o};
     int64_t whole = 16;
     for (int64_t size : sizes) whole += up_to(size, 64) / 4;
     if ((int64_t)memory.size() < whole) memory.resize(whole);
@@ -92,7 +95,8 @@ inline float soften(const float* scores, O* weights, int64_t width, int64_t low,
 
 #ifdef KVRING_AMX
 
-// 16 rows of 32 numbers (those of `mask`; else 0) as one tile of weights: pairs of inputs by output.
+// 16 rows of 32 numbers (those of `mask`; else 0) as one tile of weights: pairs of inputs by
+// output.
 inline void turn(const bf16* from, int64_t stride, __mmask32 mask, bf16* to) {
   __m512i a[16], b[16];
   for (int i = 0; i < 16; i++) a[i] = _mm512_maskz_loadu_epi16(mask, from + i * stride);
@@ -204,8 +208,8 @@ inline void ready(const Heads& h, const T* k, const T* v, int64_t count, Bench<f
     for (int64_t i = 0; i < h.size; i++) bench.values[key * width + i] = wide(v[key * h.size + i]);
 }
 
-inline void scores_of(const Heads& h, const float* query, int64_t rows, int64_t width, int64_t count,
-                      Bench<float>& bench) {
+inline void scores_of(const Heads& h, const float* query, int64_t rows, int64_t width,
+                      int64_t count, Bench<float>& bench) {
   multiply(query, width, rows, bench.keys, KEY_STRIDE, count, h.size, bench.scores, KEYS, false);
 }
 
@@ -225,9 +229,9 @@ inline float share_of_row(float most, float sum, const float* sink) {
 // Tokens [first, last) of a part, all query heads of key head `index`. q: of the part's first token
 // and the group's first head, with strides; keys, values: of the slot's key head; to: likewise.
 template <class T, class To>
-void attend(const Heads& h, const Part& part, int64_t index, int64_t first, int64_t last, const T* q,
-            int64_t head_stride, int64_t row_stride, const T* keys, const T* values, To* to,
-            int64_t to_stride) {
+void attend(const Heads& h, const Part& part, int64_t index, int64_t first, int64_t last,
+            const T* q, int64_t head_stride, int64_t row_stride, const T* keys, const T* values,
+            To* to, int64_t to_stride) {
   using O = operand<T>;
   const int64_t group = h.heads / h.groups, width = up_to(h.size, BLOCK);
   const int64_t rows = (last - first) * group, tiled = up_to(rows, TILE);
@@ -255,9 +259,8 @@ void attend(const Heads& h, const Part& part, int64_t index, int64_t first, int6
       for (int64_t i = r; i < bottom; i++) {
         const int64_t high = part.start + first + i / group + 1 - block;
         const int64_t low = h.window ? high - h.window : 0;
-        const float before =
-            soften(bench.scores + (i - r) * KEYS, bench.weights + (i - r) * KEYS, count, low, high,
-                   h.scaling, bench.most[i], bench.sum[i]);
+        const float before = soften(bench.scores + (i - r) * KEYS, bench.weights + (i - r) * KEYS,
+                                    count, low, high, h.scaling, bench.most[i], bench.sum[i]);
         if (before != 1.0f)
           for (int64_t j = 0; j < width; j += VL)
             store(bench.out + i * width + j, load(bench.out + i * width + j) * before);

@@ -21,10 +21,10 @@ struct Layer {
 struct Step {
   int64_t rows, parts;
   const Part* part;
-  void* hidden;             // [rows, width], overwritten
-  const void *cos, *sin;    // [rows, size]
-  void *keys, *values;      // [slots, groups, capacity, size]
-  void* scratch;            // see scratch_bytes
+  void* hidden;           // [rows, width], overwritten
+  const void *cos, *sin;  // [rows, size]
+  void *keys, *values;    // [slots, groups, capacity, size]
+  void* scratch;          // see scratch_bytes
   int64_t threads;
 };
 
@@ -188,7 +188,8 @@ void run_layer(const Layer& l, const Step& s) {
                  operand<T>* to = at.gated + row * at.gated_stride + block * (BLOCK / 2);
                  for (int64_t i = 0; i < BLOCK / 2; i += VL) {
                    vf gate = as_held(biased(l.gate_up, block * BLOCK, sums, i), (const T*)0);
-                   vf up = as_held(biased(l.gate_up, block * BLOCK, sums, i + BLOCK / 2), (const T*)0);
+                   vf up =
+                       as_held(biased(l.gate_up, block * BLOCK, sums, i + BLOCK / 2), (const T*)0);
                    vf silu = as_held(gate / (1.0f + exp_of(-gate)), (const T*)0);
                    store(to + i, as_held(silu * up, (const T*)0));
                  }
@@ -232,10 +233,11 @@ void pack(const T* weight, int64_t outputs, int64_t inputs, bool paired, T* to) 
     std::memset((void*)(to + block * BLOCK * inputs), 0, BLOCK * inputs * sizeof(T));
     for (int64_t o = block * BLOCK; o < std::min(outputs, (block + 1) * BLOCK); o++) {
       const int64_t half = BLOCK / 2, within = o % BLOCK;
-      const int64_t from = !paired ? o
+      const int64_t from = !paired         ? o
                            : within < half ? block * half + within
                                            : outputs / 2 + block * half + within - half;
-      for (int64_t i = 0; i < inputs; i++) to[place_of<T>(o, i, inputs)] = weight[from * inputs + i];
+      for (int64_t i = 0; i < inputs; i++)
+        to[place_of<T>(o, i, inputs)] = weight[from * inputs + i];
     }
   }
 }
@@ -267,8 +269,8 @@ KVRING_EXPORT int64_t kvring_packed_items(int64_t outputs, int64_t inputs) {
   return blocks_of(outputs) * BLOCK * inputs;
 }
 
-KVRING_EXPORT void kvring_pack(const void* weight, int64_t outputs, int64_t inputs, int paired, int item,
-                 void* to) {
+KVRING_EXPORT void kvring_pack(const void* weight, int64_t outputs, int64_t inputs, int paired,
+                               int item, void* to) {
   if (item == 4)
     pack((const float*)weight, outputs, inputs, paired, (float*)to);
   else
@@ -276,15 +278,16 @@ KVRING_EXPORT void kvring_pack(const void* weight, int64_t outputs, int64_t inpu
 }
 
 // numbers: [outputs, inputs]; of 4 bits from 0 to 15. See products.h.
-KVRING_EXPORT void kvring_pack_small(const int8_t* numbers, int64_t outputs, int64_t inputs, int bits,
-                                     uint8_t* to) {
+KVRING_EXPORT void kvring_pack_small(const int8_t* numbers, int64_t outputs, int64_t inputs,
+                                     int bits, uint8_t* to) {
 #pragma omp parallel for schedule(static)
   for (int64_t block = 0; block < blocks_of(outputs); block++) {
     uint8_t* at = to + block * BLOCK * inputs * bits / 8;
     for (int64_t i = 0; i < inputs; i += 2)
       for (int64_t o = block * BLOCK; o < (block + 1) * BLOCK; o++) {
         const int8_t* pair = numbers + o * inputs + i;
-        const uint8_t low = o < outputs ? (uint8_t)pair[0] : 0, high = o < outputs ? (uint8_t)pair[1] : 0;
+        const uint8_t low = o < outputs ? (uint8_t)pair[0] : 0,
+                      high = o < outputs ? (uint8_t)pair[1] : 0;
         if (bits == 8) {
           *at++ = low;
           *at++ = high;
@@ -307,8 +310,8 @@ KVRING_EXPORT int64_t kvring_linear_scratch_bytes(int64_t inputs, int64_t rows) 
 }
 
 // to: [rows, outputs], of the rows' type or float.
-KVRING_EXPORT void kvring_linear(const void* x, int64_t rows, const Packed* packed, int item, void* to, int wide_to,
-                   void* scratch, int64_t threads) {
+KVRING_EXPORT void kvring_linear(const void* x, int64_t rows, const Packed* packed, int item,
+                                 void* to, int wide_to, void* scratch, int64_t threads) {
   if (item == 4)
     run_linear((const float*)x, rows, *packed, (float*)to, (operand<float>*)scratch, threads);
   else if (wide_to)
@@ -319,8 +322,8 @@ KVRING_EXPORT void kvring_linear(const void* x, int64_t rows, const Packed* pack
 
 // query, to: rows of [heads, size] with the given strides (of a head, of a row), in numbers.
 KVRING_EXPORT void kvring_attention(const Heads* heads, const Part* part, const void* query,
-                      int64_t head_stride, int64_t row_stride, const void* keys, const void* values,
-                      void* to, int item, int64_t threads) {
+                                    int64_t head_stride, int64_t row_stride, const void* keys,
+                                    const void* values, void* to, int item, int64_t threads) {
   const int64_t stride = heads->heads * heads->size;
 #pragma omp parallel num_threads((int)threads)
   {

@@ -1,10 +1,11 @@
 // Owns vectors of floats, bfloat16 in memory, and the few functions of them that a layer needs.
 //
-// Written with the compilers' vector extensions, so that the same lines serve AVX-512, AVX2 and NEON.
+// Written with the compilers' vector extensions, so that the same lines serve AVX-512, AVX2 and
+// NEON.
 
 #pragma once
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
@@ -95,6 +96,9 @@ inline vf as_held(vf v, const float*) { return v; }
 inline vf as_held(vf v, const bf16*) { return (vf)(rounded_bits(v) << 16); }
 
 inline float sum_of(vf v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)v);
+#endif
   float lanes[VL];
   store(lanes, v);
   for (int width = VL / 2; width; width /= 2)
@@ -105,6 +109,9 @@ inline float sum_of(vf v) {
 inline vf larger(vf a, vf b) { return a > b ? a : b; }
 
 inline float max_of(vf v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)v);
+#endif
   float lanes[VL], most;
   store(lanes, v);
   most = lanes[0];
@@ -115,8 +122,12 @@ inline float max_of(vf v) {
 // e^x for x <= 88, by Cephes' expf (Moshier): 2 ulp; exactly 1 at 0.
 inline vf exp_of(vf x) {
   x = larger(x, splat(-87.0f));
+#if defined(__AVX512F__)
+  vf n = (vf)_mm512_roundscale_ps((__m512)(x * 1.44269504088896341f), 8);
+#else
   const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
   vf n = (x * 1.44269504088896341f + magic) - magic;
+#endif
   vf r = x - n * 0.693359375f;
   r = r - n * -2.12194440e-4f;
   vf y = splat(1.9875691500e-4f);
@@ -126,6 +137,10 @@ inline vf exp_of(vf x) {
   y = y * r + 1.6666665459e-1f;
   y = y * r + 5.0000001201e-1f;
   y = y * (r * r) + r + 1.0f;
+#if defined(__AVX512F__)
+  return (vf)_mm512_scalef_ps((__m512)y, (__m512)n);
+#else
   vi power = (__builtin_convertvector(n, vi) + 127) << 23;
   return y * (vf)power;
+#endif
 }
