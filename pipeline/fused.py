@@ -143,13 +143,18 @@ def _window(attn: Any) -> int | None:
 def _product(
     module: Any, names: tuple[str, ...], kernels: Kernels, *, paired: bool = False
 ) -> Linear:
-    """One product with the weights of several, which `module` loses."""
+    """One product with the weights of several, which `module` loses one by one."""
     parts = [getattr(module, name) for name in names]
     biases = [part.bias.data for part in parts if part.bias is not None]
-    weight = torch.cat([part.weight.data for part in parts])
+    outputs = sum(part.out_features for part in parts)
+    weight = parts[0].weight.new_empty(outputs, parts[0].in_features)
+    at = 0
     for name in names:
+        part = parts.pop(0).weight.data
         delattr(module, name)
-    del parts
+        weight[at : at + len(part)] = part
+        at += len(part)
+        del part
     return Linear(weight, torch.cat(biases) if biases else None, kernels, paired=paired)
 
 

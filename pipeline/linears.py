@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pipeline.kernels import ROWS, Kernels
 from pipeline.model import ModelError
-from pipeline.native.library import Library, Weight
+from pipeline.native.library import Library, Weight, in_pairs
 
 Call = Callable[[Tensor], Tensor]
 GROUP = 32  # int4: inputs that share a scale and a zero; the smallest that torch's kernel takes
@@ -60,12 +60,16 @@ class Linear(nn.Module):
 def _held(
     native: Library, weight: Tensor, bias: Tensor | None, weights: str, *, paired: bool
 ) -> Weight:
-    if weights == "int8":
-        numbers, scale = _int8(weight)
-        return native.pack_small(numbers, scale.float(), 8, bias, paired=paired)
+    if weights == "dtype":
+        return native.pack(weight, bias, paired=paired)
+    outputs, inputs = weight.shape
+    some = in_pairs(weight, _AT_ONCE) if paired else torch.split(weight, _AT_ONCE)
+    if paired and bias is not None:
+        (bias,) = in_pairs(bias, outputs)
     if weights == "int4":
-        return native.pack_small(*_int4(weight), 4, bias, paired=paired)
-    return native.pack(weight, bias, paired=paired)
+        return native.pack_small(map(_int4, some), outputs, inputs, 4, bias)
+    quantised = ((numbers, scale.float()) for numbers, scale in map(_int8, some))
+    return native.pack_small(quantised, outputs, inputs, 8, bias)
 
 
 def _product(weight: Tensor, bias: Tensor | None, kernels: Kernels) -> Call:

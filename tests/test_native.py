@@ -3,12 +3,15 @@
 import random
 import stat
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from pipeline.kernels import PLAIN
+from pipeline.linears import Linear
 from pipeline.load import load_model
 from pipeline.model import ModelError
 from pipeline.native import library as module
@@ -79,16 +82,31 @@ def test_products_with_quantised_weights(native: Library, dtype: torch.dtype, bi
         scale, zero = scales.double().repeat_interleave(32, 1).unbind(2)
         weight = (numbers.double() - 8) * scale + zero
     x, bias = normal(9, max(ROWS), inputs).to(dtype), normal(10, outputs)
-    for paired in (False, True):
-        packed = native.pack_small(numbers, scales, bits, bias, paired=paired)
-        whole = native.linear(x, packed, wide=True)
-        right = x.double() @ weight.T + bias.double()
-        if paired:  # 16 of the first half, 16 of the second, and so on
-            right = right.view(-1, 2, 2, 16).transpose(1, 2).reshape(right.shape)
-        # 4 bits are rounded to the dtype once more
-        assert off(whole, right) <= (5e-3 if bits == 4 and dtype == torch.bfloat16 else 2e-6)
-        for rows in ROWS:
-            assert torch.equal(native.linear(x[:rows], packed, wide=True), whole[:rows]), rows
+    packed = native.pack_small([(numbers, scales)], outputs, inputs, bits, bias)
+    whole = native.linear(x, packed, wide=True)
+    right = x.double() @ weight.T + bias.double()
+    # 4 bits are rounded to the dtype once more
+    assert off(whole, right) <= (5e-3 if bits == 4 and dtype == torch.bfloat16 else 2e-6)
+    for rows in ROWS:
+        assert torch.equal(native.linear(x[:rows], packed, wide=True), whole[:rows]), rows
+
+
+@pytest.mark.parametrize("weights", ["dtype", "int8", "int4"])
+def test_gates_and_ups_alternate(weights: str) -> None:
+    """More of them than are quantised at once, and no multiple of that."""
+    weight, bias, x = normal(1, 2 * 528, 96), normal(2, 2 * 528), normal(3, 1, 8, 96)
+    plain, paired = (
+        Linear(
+            weight.bfloat16(),
+            bias.bfloat16(),
+            replace(PLAIN, exact=True, native=library(), weights=weights),
+            paired=paired,
+        )(x.bfloat16())[0]
+        for paired in (False, True)
+    )
+    for at in range(0, 528, 16):
+        gates, ups = plain[:, at : at + 16], plain[:, 528 + at : 528 + at + 16]
+        assert torch.equal(paired[:, 2 * at : 2 * at + 32], torch.cat((gates, ups), 1)), at
 
 
 def attended(

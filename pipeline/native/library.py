@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from collections.abc import Iterable, Iterator
 from ctypes import POINTER, byref, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
@@ -150,25 +151,36 @@ class Library:
         return Weight(held, _floats(bias, outputs, paired=paired), outputs, inputs)
 
     def pack_small(
-        self, numbers: Tensor, scales: Tensor, bits: int, bias: Tensor | None, *, paired: bool
+        self,
+        parts: Iterable[tuple[Tensor, Tensor]],
+        outputs: int,
+        inputs: int,
+        bits: int,
+        bias: Tensor | None,
     ) -> Weight:
-        """int8 numbers [outputs, inputs]: of 8 bits, or of 4 as 0 to 15.
+        """A quantised weight, of int8 numbers [rows, inputs] with their scales, part by part.
 
-        scales: of 8 bits float32 [outputs], of 4 bits bfloat16 [outputs, groups of 32, scale and
-        zero]; see products.h.
+        bits: 8, or 4 with numbers from 0 to 15. scales: of 8 bits float32 [rows], of 4 bits
+        bfloat16 [rows, groups of 32, scale and zero]; see products.h. bias: as the parts' rows,
+        which are a multiple of 32 in all parts but the last.
         """
-        outputs, inputs = numbers.shape
-        if paired:
-            numbers, scales = _paired(numbers), _paired(scales)
-        numbers = numbers.contiguous()
         blocks = -(-outputs // WIDTH)
         held = torch.empty(blocks * WIDTH * inputs * bits // 8, dtype=torch.uint8)
-        self._handle.kvring_pack_small(numbers.data_ptr(), outputs, inputs, bits, held.data_ptr())
-        whole = scales.new_zeros(blocks * WIDTH, *scales.shape[1:])
-        whole[:outputs] = scales
+        kept, at = [], 0
+        for numbers, scales in parts:
+            to = held[at * inputs * bits // 8 :]
+            rows = len(numbers)
+            self._handle.kvring_pack_small(
+                numbers.contiguous().data_ptr(), rows, inputs, bits, to.data_ptr()
+            )
+            kept.append(scales)
+            at += rows
+        assert at == outputs, (at, outputs)
+        kept.append(kept[0].new_zeros(blocks * WIDTH - outputs, *kept[0].shape[1:]))
+        whole = torch.cat(kept)
         if bits == 4:
             whole = whole.view(blocks, WIDTH, -1, 2).permute(0, 2, 3, 1).contiguous()
-        return Weight(held, _floats(bias, outputs, paired=paired), outputs, inputs, whole, bits)
+        return Weight(held, _floats(bias, outputs, paired=False), outputs, inputs, whole, bits)
 
     def linear(self, x: Tensor, weight: Weight, *, wide: bool) -> Tensor:
         """[..., rows, inputs] -> [..., rows, outputs]; wide: of float32."""
@@ -258,10 +270,11 @@ class Weight:
         self.packed = Packed(held.data_ptr(), addresses[0], bits, addresses[1], outputs, inputs)
 
 
-def _paired(rows: Tensor) -> Tensor:
-    """The first half of [outputs, ...] and the second, alternating by 16."""
+def in_pairs(rows: Tensor, most: int) -> Iterator[Tensor]:
+    """The first half of [outputs, ...] and the second, alternating by 16: at most so many rows."""
     halves = rows.view(2, -1, WIDTH // 2, *rows.shape[1:])
-    return halves.transpose(0, 1).reshape(rows.shape)
+    for some in torch.split(halves, max(1, most // WIDTH), 1):
+        yield some.transpose(0, 1).reshape(-1, *rows.shape[1:])
 
 
 def _floats(bias: Tensor | None, outputs: int, *, paired: bool) -> Tensor | None:
@@ -269,7 +282,7 @@ def _floats(bias: Tensor | None, outputs: int, *, paired: bool) -> Tensor | None
     if bias is None:
         return None
     if paired:
-        bias = _paired(bias)
+        (bias,) = in_pairs(bias, len(bias))
     made = torch.zeros(-(-outputs // WIDTH) * WIDTH)
     made[:outputs] = bias.float()
     return made
