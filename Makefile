@@ -20,7 +20,7 @@ CREATED := $(VENV)/.created
 INSTALLED := $(VENV)/.installed
 MODEL := models/smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf
 
-.PHONY: help setup up test lint bench browser clean
+.PHONY: help setup up test lint bench browser compiler clean
 .DELETE_ON_ERROR:
 
 help:
@@ -30,6 +30,7 @@ help:
 	@echo "make lint     ruff check, ruff format --check, mypy"
 	@echo "make bench    cold against cached turns: table, JSON and plot in bench/out/"
 	@echo "make browser  install Chromium for the page's tests (Debian and Ubuntu, as root)"
+	@echo "make compiler install g++ for native kernels on a CPU (Debian and Ubuntu, as root)"
 	@echo "make clean    remove caches and outputs (keeps .venv and models/)"
 
 setup: $(INSTALLED) $(MODEL)
@@ -58,6 +59,15 @@ browser:
 	fi; \
 	export DEBIAN_FRONTEND=noninteractive; \
 	apt-get update -q && apt-get install -q -y --no-install-recommends chromium fonts-dejavu-core
+
+# Without one, a CPU stage takes torch's kernels, at twice the time, and the tests of native ones are skipped.
+compiler:
+	@for name in c++ g++ clang++; do if command -v $$name >/dev/null; then exit 0; fi; done; \
+	if [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then \
+	  echo "make compiler needs root and apt-get; or install the package g++ yourself" >&2; exit 1; \
+	fi; \
+	export DEBIAN_FRONTEND=noninteractive; \
+	apt-get update -q && apt-get install -q -y --no-install-recommends g++
 
 clean:
 	rm -rf build dist run logs bench/out .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

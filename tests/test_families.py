@@ -11,6 +11,7 @@ import torch
 
 from pipeline.torch_model import TorchModel
 from pipeline.weights import ModelError, open_model
+from tests.compiled import KERNELS
 from tests.modelchain import chain, check_schedules, segment
 from tests.tinymodels import CASES, GGUF_CASES, VOCABULARY, reference, write_directory, write_gguf
 from transport.frame import Result, Sampling
@@ -26,7 +27,7 @@ def log_probabilities(result: Result) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("kernels", ["torch", "native"])
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("case", CASES)
 def test_a_ring_says_what_the_library_generates(case: str, kernels: str, tmp_path: Path) -> None:
     """Chunked prefill, then a warm turn: its slot is cut back, and another text follows."""
@@ -78,7 +79,7 @@ def test_a_gguf_gives_the_same_answers(case: str, tmp_path: Path) -> None:
     assert (log_probabilities(result) - expected).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("kernels", ["torch", "native"])
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_families_are_bit_equal_on_random_schedules(

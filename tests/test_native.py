@@ -20,10 +20,12 @@ from pipeline.native.layer import Native
 from pipeline.native.library import Library, library
 from pipeline.torch_model import TorchModel
 from pipeline.weights import open_model
+from tests.compiled import NATIVE
 from tests.modelchain import chain, check_schedules
 from tests.tinymodels import VOCABULARY, reference, write_directory
 from transport.config import Config, Coordinator, Limits, Model, Ring, Stage
 
+pytestmark = NATIVE
 DTYPES = [torch.float32, torch.bfloat16]
 ROWS = [1, 2, 7, 8, 12, 13, 16, 17, 31, 32, 33, 40, 64, 97]
 # As this machine has it, its vectors alone, and the machines that have less.

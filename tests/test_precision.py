@@ -14,6 +14,7 @@ from pipeline.native.library import library
 from pipeline.torch_model import TorchModel
 from pipeline.weights import Source, open_model
 from pipeline.wire import Wire
+from tests.compiled import KERNELS, NATIVE
 from tests.modelchain import chain, check_schedules
 from tests.tinymodels import VOCABULARY, reference, write_directory
 
@@ -42,7 +43,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kernels", ["torch", "auto"])
+@pytest.mark.parametrize("kernels", ["torch", pytest.param("auto", marks=NATIVE)])
 @pytest.mark.parametrize("mode", MODES)
 def test_cached_is_cold_to_the_bit(mode: str, kernels: str, sources: dict[str, Source]) -> None:
     options = {**MODES[mode], "kernels": kernels}
@@ -53,7 +54,7 @@ def test_cached_is_cold_to_the_bit(mode: str, kernels: str, sources: dict[str, S
     check_schedules(blocks, VOCABULARY, 1, seed=3)
 
 
-@pytest.mark.parametrize("kernels", ["torch", "native"])
+@pytest.mark.parametrize("kernels", KERNELS)
 def test_quantised_experts_keep_their_rows_too(kernels: str, sources: dict[str, Source]) -> None:
     options: dict[str, Any] = {"dtype": torch.bfloat16, "weights": "int4", "kernels": kernels}
     blocks = chain(sources["qwen3_moe"], (0, 3, 6), slots=4, capacity=1024, **options)
@@ -82,7 +83,11 @@ def test_modes_are_other_models_to_a_ring(sources: dict[str, Source]) -> None:
 @pytest.mark.parametrize(("weights", "off"), [("int8", 0.02), ("int4", 0.15)])
 @pytest.mark.parametrize(
     ("dtype", "native"),
-    [(torch.float16, False), (torch.bfloat16, False), (torch.bfloat16, True)],
+    [
+        (torch.float16, False),
+        (torch.bfloat16, False),
+        pytest.param(torch.bfloat16, True, marks=NATIVE),
+    ],
     ids=str,
 )
 def test_quantised_weights_are_near(

@@ -16,6 +16,7 @@ from pipeline.linears import Linear
 from pipeline.model import ModelInfo
 from pipeline.torch_model import TorchModel
 from pipeline.weights import ModelError, Source, open_model
+from tests.compiled import KERNELS
 from tests.modelchain import chain, check_schedules, segment
 from tests.modelfile import ROOT, default_model
 from tests.tinymodels import reference, write_directory
@@ -54,7 +55,7 @@ def test_real_model_equals_the_library(source: Source) -> None:
 
 @pytest.mark.model
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kernels", ["torch", "native"])
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_real_model_is_bit_equal_on_random_schedules(
     source: Source, dtype: torch.dtype, kernels: str
