@@ -1,5 +1,6 @@
 """The native kernels: right, exact, portable, and left alone where they can't serve."""
 
+import copy
 import random
 import stat
 import subprocess
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.kernels import PLAIN
+from pipeline.attention import Part, Plan
+from pipeline.fused import Fused
+from pipeline.kernels import PLAIN, spans
 from pipeline.linears import Linear
 from pipeline.load import load_model
 from pipeline.model import ModelError
@@ -191,6 +194,23 @@ def test_models_are_exact_with_any_build(
     blocks = chain(source, (0, 2, 6), slots=4, capacity=1024, dtype=dtype, kernels="native")
     assert "whole layers" in blocks.blocks[0].info.kernel
     check_schedules(blocks, VOCABULARY, 1, seed=3)
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_gates_far_below_0(build: str) -> None:
+    """Where e^-x is more than a float holds, a perceptron's gate is 0, with any build."""
+    kernels = replace(PLAIN, exact=True, native=library(*BUILDS[build]))
+    layer = copy.deepcopy(reference("llama").model.layers[0]).requires_grad_(requires_grad=False)
+    layer.mlp.gate_proj.weight *= 1000
+    rows, (cos, sin) = normal(11, 1, 40, 96), normal(12, 2, 1, 40, 16)
+    found = []
+    for kind in (Fused, Native):
+        caches = torch.zeros(2, 1, 2, 512, 16)
+        part = Part(0, 0, 40, 0, spans(0, 40, 3, PLAIN))
+        plan = Plan([part], {0: (caches[0], caches[1])})
+        own = kind(copy.deepcopy(layer), kernels if kind is Native else PLAIN)
+        found.append(own(rows.clone(), position_embeddings=(cos, sin), plan=plan).double())
+    assert off(found[1], found[0]) <= 1e-5
 
 
 def test_whole_layers_are_those_that_fuse(tmp_path: Path) -> None:

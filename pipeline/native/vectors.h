@@ -119,9 +119,10 @@ inline float max_of(vf v) {
   return most;
 }
 
-// e^x for x <= 88, by Cephes' expf (Moshier): 2 ulp; exactly 1 at 0.
+// e^x by Cephes' expf (Moshier): 2 ulp; exactly 1 at 0, from 89 on infinite.
 inline vf exp_of(vf x) {
   x = larger(x, splat(-87.0f));
+  x = -larger(-x, splat(-89.0f));  // above it the exponent would run into the sign
 #if defined(__AVX512F__)
   vf n = (vf)_mm512_roundscale_ps((__m512)(x * 1.44269504088896341f), 8);
 #else
