@@ -135,10 +135,13 @@ def _packed(
     scales = entries.get(f"{experts}.{which}_scales")
     if scales is None:
         return {}
-    if blocks.shape != (count, *scales.shape[1:], _BLOCK) or scales.shape != blocks.shape[:3]:
+    bytes_each = blocks.dtype == scales.dtype == "U8"
+    fit = blocks.shape == (count, *scales.shape[1:], _BLOCK) and scales.shape == blocks.shape[:3]
+    if not (bytes_each and fit):
         raise ModelError(
-            f"{blocks.file.path}: {experts}: {which}_blocks {list(blocks.shape)} and "
-            f"{which}_scales {list(scales.shape)} are not MXFP4 of {count} experts"
+            f"{blocks.file.path}: {experts}: {which}_blocks {list(blocks.shape)} {blocks.dtype} "
+            f"and {which}_scales {list(scales.shape)} {scales.dtype} are not MXFP4 of {count} "
+            "experts"
         )
     pairs = zip(blocks.split(count), scales.split(count), strict=True)
     return {

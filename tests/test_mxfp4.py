@@ -154,6 +154,10 @@ def test_scales_that_do_not_fit_are_named(tmp_path: Path) -> None:
         match=r"layers\.4\.mlp\.experts: down_proj_blocks .*down_proj_scales \[8, 64, 2\]",
     ):
         open_model(tmp_path)
+    for wrong in (name, name.replace("_scales", "_blocks")):  # as many numbers, but of more bytes
+        write_directory(tmp_path, model, state | {wrong: state[wrong].half()})
+        with pytest.raises(ModelError, match=r" F16 .*are not MXFP4 of 8 experts"):
+            open_model(tmp_path)
     del state[name]
     write_directory(tmp_path, model, state)
     with pytest.raises(ModelError, match=r"layers\.4\.mlp\.experts\.0\.down_proj.* is missing"):

@@ -2,8 +2,10 @@
 
 import copy
 import random
+import re
 import stat
 import subprocess
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -260,6 +262,23 @@ def test_without_a_compiler_torch_serves(
     with pytest.raises(ModelError, match=f"^kernels 'native': .*{why}"):
         block(tmp_path, kernels="native")
     assert not list(uncached.glob("*"))  # nothing broken is kept
+
+
+@pytest.mark.parametrize("missing", ["mkdtemp", "mkstemp"])
+def test_without_a_place_for_them_torch_serves(
+    missing: str, tmp_path: Path, uncached: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read-only system without a /tmp, or a full disk."""
+
+    def refused(**_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    if missing == "mkdtemp":
+        uncached.parent.write_text("not a directory")
+        monkeypatch.setattr(module, "_own_folder", module._own_folder.__wrapped__)
+    monkeypatch.setattr(tempfile, missing, refused)
+    why = "not native: no place for them: .* No space left on device"
+    assert re.search(why, block(tmp_path / "model").info.kernel)
 
 
 def test_what_they_do_not_know(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ kept in the user's cache. Knows no slot, no frame and no file of a model.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import hashlib
@@ -299,7 +300,10 @@ def library(*flags: str) -> Library:
     """
     path = compiler()
     for extra in (flags, (*flags, _NO_AMX)):
-        place = _compiled(path, extra)
+        try:
+            place = _compiled(path, extra)
+        except OSError as error:  # neither a cache nor a place for temporary files, or a full disk
+            raise NativeError(f"no place for them: {error}") from error
         try:
             handle = ctypes.CDLL(str(place))
         except OSError as error:
@@ -315,7 +319,7 @@ def cached() -> bool:
     """Whether `library` will not have to compile."""
     try:
         return _place(compiler(), ()).exists()
-    except NativeError:
+    except (NativeError, OSError):
         return True
 
 
@@ -364,8 +368,10 @@ def _cache() -> Path:
 
 @functools.cache
 def _own_folder() -> Path:
-    """Where there is no cache: for this process alone."""
-    return Path(tempfile.mkdtemp(prefix="kvring-"))
+    """Where there is no cache: for this process alone, and as long as it runs."""
+    folder = Path(tempfile.mkdtemp(prefix="kvring-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def _compiled(compiler: str, extra: tuple[str, ...]) -> Path:
