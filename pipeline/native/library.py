@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
@@ -376,13 +377,18 @@ def _own_folder() -> Path:
 
 def _compiled(compiler: str, extra: tuple[str, ...]) -> Path:
     place = _place(compiler, extra)
-    if place.exists():
-        return place
+    with open(place.parent / "lock", "w", encoding="ascii") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # stages that start together wait for one compiler
+        if not place.exists():
+            _compile(compiler, extra, place)
+    return place
+
+
+def _compile(compiler: str, extra: tuple[str, ...], place: Path) -> None:
     tuned = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-    handle, name = tempfile.mkstemp(suffix=".so", dir=place.parent)
-    os.close(handle)
+    made = place.with_name("being-made.so")  # one name: a stage that is killed leaves one at most
     source = str(Path(__file__).with_name(_SOURCES[-1]))
-    command = [compiler, *_FLAGS, tuned, *extra, source, "-o", name]
+    command = [compiler, *_FLAGS, tuned, *extra, source, "-o", str(made)]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_SECONDS, check=False
@@ -390,9 +396,10 @@ def _compiled(compiler: str, extra: tuple[str, ...]) -> Path:
         if done.returncode:
             words = (done.stderr.strip().splitlines() or ["no message"])[0]
             raise NativeError(f"{compiler} failed: {words[:200]}")
-        os.replace(name, place)  # whole or not at all: other stages may be waiting for it
-    except (OSError, subprocess.TimeoutExpired) as error:
+        if not made.exists():
+            raise NativeError(f"{compiler} made nothing")
+        made.replace(place)  # whole or not at all
+    except subprocess.TimeoutExpired as error:
         raise NativeError(f"{compiler}: {error}") from error
     finally:
-        Path(name).unlink(missing_ok=True)
-    return place
+        made.unlink(missing_ok=True)
