@@ -146,7 +146,7 @@ Kv = Annotated[
     KvKind, typer.Option(help="Rows in slots: as --dtype, or 1 byte a number for twice the rows.")
 ]
 Threads = Annotated[
-    int | None, typer.Option(min=1, help="Per stage [default: the cores, shared out].")
+    int | None, typer.Option(min=1, help="Per stage [default: its share of the cores, or 2].")
 ]
 Drafter = Annotated[DrafterKind, typer.Option(help="How next tokens are guessed ahead.")]
 DraftModel = Annotated[

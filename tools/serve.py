@@ -43,6 +43,10 @@ if TYPE_CHECKING:
     from coord.store import Store
     from coord.tokenizer import Tokenizer
 
+# So often a thread of GNU OpenMP looks for the others before it sleeps: some 10 us, as long as they
+# take within a layer. Its own 300,000 keep cores from other stages between two frames.
+SPINS = "10000"
+
 
 def run_stage(
     *,
@@ -66,8 +70,10 @@ def run_stage(
     events.configure()
     trust = trust_of_stage(config, which, spec)
     check_link(f"stage {name}", spec.listen, keys=trust is not None, insecure=insecure)
-    # OpenMP reads it when torch is imported; more threads than cores spin and cost 3-6x
+    # OpenMP reads them when torch is imported
     os.environ["OMP_NUM_THREADS"] = str(spec.threads)
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     incarnation = secrets.randbits(63)
     with _recorder("stage", name, incarnation, config, record, record_payloads) as recorder:
         return asyncio.run(

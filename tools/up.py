@@ -203,7 +203,9 @@ def _plan(wanted: Options, folder: Path) -> Config:
         )
     draft = _draft_model(wanted)
     computing = wanted.stages * wanted.rings + (draft is not None)
-    threads = wanted.threads or max(1, (os.cpu_count() or 1) // computing)
+    cores = os.cpu_count() or 1
+    # two where one is a stage's share: while one conversation runs only one stage computes
+    threads = wanted.threads or max(min(2, cores), cores // computing)
     name = wanted.served_model_name or (wanted.model if path == TOY else _name(wanted.model))
     return Config(
         Model(

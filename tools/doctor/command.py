@@ -134,7 +134,7 @@ def _ring(
 ) -> Iterator[Check]:
     mine = [stage for ring in config.rings for stage in own_stages(ring)]
     coordinator_here = any(is_own(ring.verdicts) for ring in config.rings)
-    threads = sum(stage.threads for stage in mine if stage.device == "cpu")
+    threads = max((stage.threads for stage in mine if stage.device == "cpu"), default=0)
     yield from torch_checks(threads or None, [stage.device for stage in mine])
     model = config.model
     found = model_check(model.path, model.dtype, model.weights, model.kv)

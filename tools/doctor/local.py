@@ -38,7 +38,8 @@ def python_check() -> Check:
 def torch_checks(threads: int | None, wanted: Sequence[str] = ()) -> Iterator[Check]:
     """Torch's version, and what it can compute on.
 
-    threads: of this machine's stages together. wanted: the devices that ring.toml gives them.
+    threads: the most that one of this machine's stages has. wanted: the devices that ring.toml
+    gives them.
     """
     try:
         import torch
@@ -80,10 +81,10 @@ def kernels_check() -> Check:
 def _threads(threads: int | None, cores: int, usual: int) -> Check:
     if threads is None:
         return ok("threads", f"{cores} cores; torch would use {usual} threads in one process")
-    said = f"this machine's stages have {threads} threads together, and it has {cores} cores"
+    said = f"a stage of this machine has {threads} threads, and it has {cores} cores"
     if threads <= cores:
         return ok("threads", said)
-    return warn("threads", said, "more than the cores make all of them 3 to 6 times slower")
+    return warn("threads", said, "more threads than cores only wait for each other")
 
 
 def device_check(device: str) -> Check:
