@@ -170,13 +170,13 @@ class Library:
         held = torch.empty(blocks * WIDTH * inputs * bits // 8, dtype=torch.uint8)
         kept, at = [], 0
         for numbers, scales in parts:
+            numbers = numbers.contiguous()  # noqa: PLW2901 - it has to live during the call
             to = held[at * inputs * bits // 8 :]
-            rows = len(numbers)
             self._handle.kvring_pack_small(
-                numbers.contiguous().data_ptr(), rows, inputs, bits, to.data_ptr()
+                numbers.data_ptr(), len(numbers), inputs, bits, to.data_ptr()
             )
             kept.append(scales)
-            at += rows
+            at += len(numbers)
         assert at == outputs, (at, outputs)
         kept.append(kept[0].new_zeros(blocks * WIDTH - outputs, *kept[0].shape[1:]))
         whole = torch.cat(kept)
