@@ -20,7 +20,7 @@ CREATED := $(VENV)/.created
 INSTALLED := $(VENV)/.installed
 MODEL := models/smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf
 
-.PHONY: help setup up test lint bench browser compiler clean
+.PHONY: help setup up test checks lint bench browser compiler clean
 .DELETE_ON_ERROR:
 
 help:
@@ -38,7 +38,11 @@ setup: $(INSTALLED) $(MODEL)
 up: setup
 	@exec $(BIN)/kvring up $(ARGS)
 
-test: lint
+# Lint and types beside the tests, which mostly wait for processes that they start.
+test: setup
+	@$(MAKE) --no-print-directory -j 2 lint checks
+
+checks: setup
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: setup

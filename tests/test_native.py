@@ -236,6 +236,7 @@ def uncached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Nothing is compiled yet, and the cache is a folder of the test's own."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(probe, "library", library.__wrapped__)
+    monkeypatch.setattr(module, "_FLAGS", tuple(f.replace("-O3", "-O0") for f in module._FLAGS))
     return tmp_path / ".cache" / "kvring"
 
 

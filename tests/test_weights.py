@@ -211,9 +211,9 @@ def test_wrong_shape(tmp_path: Path) -> None:
     model = reference("llama")
     gguf = write_gguf(tmp_path / "x.gguf", model, reshape="blk.3.ffn_up.weight")
     state = tensors(model)
-    state["model.layers.3.mlp.up_proj.weight"] = torch.zeros(79, 48)
+    state["model.layers.3.mlp.up_proj.weight"] = torch.zeros(127, 96)
     for path in (gguf, write_directory(tmp_path / "x", model, state)):
-        with pytest.raises(ModelError, match=r"up_proj\.weight is \[79, 48\], not \[80, 48\]"):
+        with pytest.raises(ModelError, match=r"up_proj\.weight is \[127, 96\], not \[128, 96\]"):
             open_model(path)
 
 
