@@ -57,7 +57,7 @@ def load_draft_model(config: Config, vocabulary: int) -> tuple[DraftModel, int]:
             raise ModelError(f"draft model {path}: {text}; it must be a model of the same family")
     layers, context = describe_model(path)
     ring = config.rings[0]
-    spec = Stage("draft", "", (0, layers), threads=ring.head.threads)
+    spec = Stage("draft", "", (0, layers), threads=ring.head.threads, kernels=ring.head.kernels)
     limits = replace(
         config.limits,
         slots=config.limits.slots * len(config.rings),

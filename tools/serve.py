@@ -48,6 +48,13 @@ if TYPE_CHECKING:
 SPINS = "10000"
 
 
+def set_threads(count: int) -> None:
+    """So many for torch in this process, before it is imported: that is when OpenMP looks."""
+    os.environ["OMP_NUM_THREADS"] = str(count)
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
+
+
 def run_stage(
     *,
     ring: Path,
@@ -70,10 +77,7 @@ def run_stage(
     events.configure()
     trust = trust_of_stage(config, which, spec)
     check_link(f"stage {name}", spec.listen, keys=trust is not None, insecure=insecure)
-    # OpenMP reads them when torch is imported
-    os.environ["OMP_NUM_THREADS"] = str(spec.threads)
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
+    set_threads(spec.threads)
     incarnation = secrets.randbits(63)
     with _recorder("stage", name, incarnation, config, record, record_payloads) as recorder:
         return asyncio.run(
@@ -136,7 +140,7 @@ def run_coord(
     config = load_config(ring)
     events.configure()
     if config.coordinator.drafter == "model":
-        os.environ["OMP_NUM_THREADS"] = str(config.rings[0].head.threads)  # see run_stage
+        set_threads(config.rings[0].head.threads)
     incarnation = secrets.randbits(63)
     keys = api_keys(api_key, api_key_file)
     trust = trust_of_coordinator(config)

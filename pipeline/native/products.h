@@ -36,8 +36,7 @@ struct Packed {
 
 inline int64_t blocks_of(int64_t outputs) { return (outputs + BLOCK - 1) / BLOCK; }
 
-// ---- sums in vectors
-// ------------------------------------------------------------------------------
+// ---- sums in vectors ----
 
 // C [M, NR] = (add ? C : 0) + A [M, k] B [k, NR].
 template <int M, class W>
@@ -88,8 +87,7 @@ inline void multiply(const float* a, int64_t lda, int64_t rows, const W* b, int6
                  ldc, add);
 }
 
-// ---- sums in tiles of AMX
-// -------------------------------------------------------------------------
+// ---- sums in tiles of AMX ----
 
 #ifdef KVRING_AMX
 
@@ -155,8 +153,7 @@ inline void end_sums(int64_t rows, float* sums) {  // [32][32]
 
 #endif
 
-// ---- either
-// ---------------------------------------------------------------------------------------
+// ---- either ----
 
 // What rows are multiplied as, when T is what memory holds.
 template <class T>
